@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_chunked.engine.checks import named, other_leaves
 from liger_chunked.kernels.backend import refuse_second_derivative
+from liger_chunked.kernels.operands import named, other_leaves
 from liger_chunked.private import python_number, with_autograd
 from liger_chunked.shapes import computing_shapes, shapes_only
 from liger_chunked.types import (

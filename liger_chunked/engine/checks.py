@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from liger_chunked.device import is_capturing, is_on_gpu
 from liger_chunked.engine.collectives import OncePerGroup, gather_tensor
 from liger_chunked.kernels import survey_top_k
 from liger_chunked.kernels.backend import has_wide_tiles
-from liger_chunked.kernels.operands import check_class_ids, described
+from liger_chunked.kernels.operands import check_class_ids, described, named, other_leaves
 from liger_chunked.private import assert_async
 from liger_chunked.shapes import shapes_only
 from liger_chunked.types import AdaptedWeight, LossHead, RankFacts, VocabShard
@@ -81,30 +81,6 @@ def compute_dtype(head: LossHead, input: Tensor, prefix: str = "", input_name: s
             f"cast them, as by {prefix}{input_name}.to({prefix}weight.dtype), or call the loss under torch.autocast"
         )
     return dtype
-
-
-def other_leaves(value: Tensor, ends: Sequence[Tensor]) -> list[Tensor]:
-    """Return the leaves beyond `ends` that `value` depends on and that require a gradient, such as parameters."""
-    seen = {x.grad_fn for x in ends}
-    left = [(value.grad_fn, 0)]
-    found: list[Tensor] = []
-    while left:
-        node, _ = left.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        following = node.next_functions
-        left += following
-        leaf = None if following else getattr(node, "variable", None)
-        if leaf is not None and not any(leaf is x for x in ends):
-            found.append(leaf)
-    return found
-
-
-def named(leaf: Tensor, owner: Any) -> str:
-    """Describe a tensor that a loss holds, with its name if it is a parameter of the module `owner`."""
-    names = [n for n, x in owner.named_parameters() if x is leaf] if isinstance(owner, torch.nn.Module) else []
-    return " ".join([*names[:1], described(leaf)])
 
 
 def check_graph(name: str, value: Tensor, ends: list[Tensor], owner: Any = None) -> None:

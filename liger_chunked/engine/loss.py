@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from liger_chunked.engine import choose
-from liger_chunked.engine.checks import compute_dtype, other_leaves
+from liger_chunked.engine.checks import compute_dtype
 from liger_chunked.engine.packed import Sequences, whole
 from liger_chunked.engine.rows import Rows
 from liger_chunked.engine.sequence import SequenceSplit
 from liger_chunked.engine.stats import stats_of_kept
 from liger_chunked.engine.step import Fused, Objective, Step, refuse_parameters_of_split_sequences, run_step
 from liger_chunked.kept_ids import KeptIds
-from liger_chunked.kernels.operands import mapped
+from liger_chunked.kernels.operands import mapped, other_leaves
 from liger_chunked.types import (
     DIFFERENTIABLE,
     OUTPUTS,

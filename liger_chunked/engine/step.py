@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from liger_chunked.engine.adapter import apply_down
-from liger_chunked.engine.checks import named, other_leaves
 from liger_chunked.engine.cutting import Chunk
 from liger_chunked.engine.plan import Plan, flattened
 from liger_chunked.engine.rows import Rows, hide_ignored
@@ -27,6 +26,7 @@ from liger_chunked.engine.source import Source
 from liger_chunked.engine.surroundings import gemms, hooks_active, isolated
 from liger_chunked.kernels import scale_
 from liger_chunked.kernels.backend import first_derivative, graph_is_retained
+from liger_chunked.kernels.operands import named, other_leaves
 from liger_chunked.private import is_view, without_hooks
 from liger_chunked.shapes import shapes_only
 from liger_chunked.types import DIFFERENTIABLE, OUTPUTS, HeadTensors, LossHead, TokenStats, accumulation_dtype

@@ -180,3 +180,27 @@ def joined(parts: Sequence[Values]) -> Values:
 def along(x: Tensor, part: slice | Tensor) -> Tensor:
     """Return `x[part]`, or `x` if `part` covers it: a view takes longer than some kernels."""
     return x if isinstance(part, slice) and part.start == 0 and part.stop == x.shape[0] else x[part]
+
+
+def other_leaves(value: Tensor, ends: Sequence[Tensor]) -> list[Tensor]:
+    """Return the leaves beyond `ends` that `value` depends on and that require a gradient, such as parameters."""
+    seen = {x.grad_fn for x in ends}
+    left = [(value.grad_fn, 0)]
+    found: list[Tensor] = []
+    while left:
+        node, _ = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        following = node.next_functions
+        left += following
+        leaf = None if following else getattr(node, "variable", None)
+        if leaf is not None and not any(leaf is x for x in ends):
+            found.append(leaf)
+    return found
+
+
+def named(leaf: Tensor, owner: Any) -> str:
+    """Describe a tensor that a loss holds, with its name if it is a parameter of the module `owner`."""
+    names = [n for n, x in owner.named_parameters() if x is leaf] if isinstance(owner, torch.nn.Module) else []
+    return " ".join([*names[:1], described(leaf)])
