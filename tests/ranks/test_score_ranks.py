@@ -1,4 +1,4 @@
-"""Scores and a teacher's top k where ranks hold parts of the vocabulary, or of all parameters, are those of one process."""
+"""Scores and a top k where ranks hold parts of the vocabulary, or of all parameters, are those of one process."""
 
 from __future__ import annotations
 
