@@ -36,6 +36,7 @@ from liger_chunked.types import (
     LossHead,
     TokenStats,
     accumulation_dtype,
+    budget_bytes,
     check_number,
     described,
 )
@@ -90,16 +91,17 @@ def next_tokens(batch: Mapping[str, Any], ignore_index: int = IGNORE_INDEX) -> T
     if batch.get("shift_labels") is not None:
         return batch["shift_labels"]
     labels, ids = batch.get("labels"), batch.get("input_ids")
-    if labels is None and ids is None:
+    given: Any = ids if labels is None else labels
+    if given is None:
         raise ValueError(f"the batch needs labels, shift_labels or input_ids, got {sorted(batch)}")
-    following: Tensor = F.pad((ids if labels is None else labels)[..., 1:], (0, 1), value=ignore_index)
+    following: Tensor = F.pad(given[..., 1:], (0, 1), value=ignore_index)
     if labels is not None:
         return following
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
-    if mask is not None and mask.shape == ids.shape:
+    if mask is not None and mask.shape == given.shape:
         attended = F.pad(mask[:, 1:] * mask[:, :-1], (0, 1)) != 0
         following = following.where(attended, ignore_index)
-    if positions is not None and positions.shape == ids.shape:
+    if positions is not None and positions.shape == given.shape:
         follows = F.pad(positions[:, 1:] - positions[:, :-1], (0, 1)) > 0
         following = following.where(follows, ignore_index)
     return following
@@ -264,7 +266,7 @@ def top_k_and_lse(
         logps = hidden.new_full((n_tokens, k), -math.inf, dtype=dtype)
         lse = hidden.new_zeros(n_tokens, dtype=dtype)
         scale, softcap = of_model.get("logit_scale", 1.0), of_model.get("softcap")
-        for rows in index.split(max(1, (options.logits_budget or _BUDGET) // (size * dtype.itemsize))):
+        for rows in index.split(max(1, (budget_bytes(options.logits_budget) or _BUDGET) // (size * dtype.itemsize))):
             z = _logits(head, hidden.reshape(n_tokens, -1)[rows]).to(dtype)
             z = transform(z, scale, softcap, options.temperature)
             lse[rows] = z.logsumexp(-1)
