@@ -102,7 +102,7 @@ def write_cache(
 
     Args:
         path: of the file, such as "teacher.parquet".
-        model: as in `score`; a model of transformers, or one that takes `input_ids` and `attention_mask`.
+        model: a model that `score` takes, whose forward has `input_ids` and `attention_mask`.
         data: sequences, each a mapping with `input_ids`, and `labels` where not all tokens are predicted (-100): a
             `datasets.Dataset`, a list, or a generator. Each is a row of the cache, in this order.
         tokenizer: whose ids these are; anything with `get_vocab()`. None: not known, and a reader must say so too.
@@ -112,7 +112,7 @@ def write_cache(
         vocab_size: the student's. The softmax is over the model's first `vocab_size` ids; others are padding. None: all
             rows of the model's head.
         batch_size: how many sequences the model gets at once.
-        share_prefix: as in `score`, such as for the two completions of a prompt.
+        share_prefix: compute what sequences of a batch have in common at their start once, such as a prompt.
         logits_budget: most bytes of logits alive at once: a number, or a string such as "512MiB". None: automatic.
 
     Returns:

@@ -36,6 +36,7 @@ from liger_chunked.types import (
     LossHead,
     TokenStats,
     accumulation_dtype,
+    budget_bytes,
     check_number,
     described,
 )
@@ -76,28 +77,31 @@ def next_tokens(batch: Mapping[str, Any], ignore_index: int = IGNORE_INDEX) -> T
         ignore_index: the target of a position that predicts nothing, such as the last one.
 
     Returns:
-        (B, T) integers.
+        (B, T), in the dtype of the batch's ids.
 
     Raises:
+        TypeError: the batch is no mapping.
         ValueError: the batch has none of the three.
 
     >>> next_tokens({"input_ids": torch.tensor([[5, 6, 7, 8]]), "position_ids": torch.tensor([[0, 1, 0, 1]])})
     tensor([[   6, -100,    8, -100]])
     """
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"batch must be a mapping, the arguments of a model's forward, got {described(batch)}")
     if batch.get("shift_labels") is not None:
         return batch["shift_labels"]
     labels: Any = batch.get("labels")
     ids: Any = batch.get("input_ids")
     if labels is None and ids is None:
         raise ValueError(f"the batch needs labels, shift_labels or input_ids, got {sorted(batch)}")
-    following: Tensor = F.pad((ids if labels is None else labels)[..., 1:], (0, 1), value=ignore_index)
+    following: Tensor = F.pad(given[..., 1:], (0, 1), value=ignore_index)
     if labels is not None:
         return following
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
-    if mask is not None and mask.shape == ids.shape:
+    if mask is not None and mask.shape == given.shape:
         attended = F.pad(mask[:, 1:] * mask[:, :-1], (0, 1)) != 0
         following = following.where(attended, ignore_index)
-    if positions is not None and positions.shape == ids.shape:
+    if positions is not None and positions.shape == given.shape:
         follows = F.pad(positions[:, 1:] - positions[:, :-1], (0, 1)) > 0
         following = following.where(follows, ignore_index)
     return following
@@ -158,13 +162,18 @@ def perplexity(
     The host waits for the device once, after the last batch. Takes one product of the head with each token.
 
     Args:
-        model, share_prefix: as in `score`.
+        model: a model, an output layer or a `Head`, as in `score`.
         loader: batches for `score`, such as a `DataLoader` of mappings. A list of two tensors is `(input, target)`.
+        share_prefix: compute what sequences have in common at their start once.
         ignore_index: the target of tokens that do not count.
         **options: more arguments of `linear_token_stats`, such as `temperature` and `logits_budget`.
 
+    Returns:
+        A `Perplexity` of Python numbers.
+
     Raises:
-        TypeError, ValueError: as `score`; also if no batch has a token that counts.
+        TypeError: an argument has the wrong type.
+        ValueError: as in `score`; also if no batch has a token that counts.
 
     >>> weight, hidden, target = torch.zeros(11, 4), torch.randn(3, 4), torch.tensor([0, 4, -100])
     >>> perplexity(nn.Linear(4, 11), [(hidden, target)]).tokens
@@ -204,13 +213,13 @@ def teacher_top_k(
     Takes one matrix product of the head with the tokens that have a target. `write_cache` keeps the result on disk.
 
     Args:
-        model, batch: as in `score`, without `VocabShard`.
+        model, batch: a model and the arguments of its forward, or another pair that `score` takes.
         k: how many tokens, 1 to the vocabulary's size.
         temperature: positive divisor of the logits: that of the loss.
         tail: what the loss makes of all other tokens, see `TopK`.
         vocab_size: the student's. The softmax is over the teacher's first `vocab_size` ids; others are padding. None:
             all rows of the teacher's head.
-        share_prefix: as in `score`.
+        share_prefix: compute what sequences have in common at their start once.
         ignore_index: the target of positions to leave out. They have id 0 and a log-probability of -inf.
         logits_budget: most bytes of logits in float32 alive at once: a number, or a string such as "512MiB". None:
             256 MiB.
@@ -220,7 +229,8 @@ def teacher_top_k(
         float64 models.
 
     Raises:
-        TypeError, ValueError: as `score`; also if `k` exceeds the vocabulary.
+        TypeError: an argument has the wrong type.
+        ValueError: as in `score`; also if `k` or `vocab_size` exceeds the vocabulary.
 
     >>> linear, hidden, target = nn.Linear(4, 11), torch.randn(3, 4), torch.tensor([0, 4, -100])
     >>> teacher_top_k(linear, (hidden, target), 2)
