@@ -90,9 +90,9 @@ def next_tokens(batch: Mapping[str, Any], ignore_index: int = IGNORE_INDEX) -> T
         raise TypeError(f"batch must be a mapping, the arguments of a model's forward, got {described(batch)}")
     if batch.get("shift_labels") is not None:
         return batch["shift_labels"]
-    labels: Any = batch.get("labels")
-    ids: Any = batch.get("input_ids")
-    if labels is None and ids is None:
+    labels, ids = batch.get("labels"), batch.get("input_ids")
+    given: Any = ids if labels is None else labels
+    if given is None:
         raise ValueError(f"the batch needs labels, shift_labels or input_ids, got {sorted(batch)}")
     following: Tensor = F.pad(given[..., 1:], (0, 1), value=ignore_index)
     if labels is not None:
@@ -266,8 +266,7 @@ def top_k_and_lse(
         logps = hidden.new_full((n_tokens, k), -math.inf, dtype=dtype)
         lse = hidden.new_zeros(n_tokens, dtype=dtype)
         scale, softcap = of_model.get("logit_scale", 1.0), of_model.get("softcap")
-        assert options.logits_budget is None or isinstance(options.logits_budget, int)
-        for rows in index.split(max(1, (options.logits_budget or _BUDGET) // (size * dtype.itemsize))):
+        for rows in index.split(max(1, (budget_bytes(options.logits_budget) or _BUDGET) // (size * dtype.itemsize))):
             z = _logits(head, hidden.reshape(n_tokens, -1)[rows]).to(dtype)
             z = transform(z, scale, softcap, options.temperature)
             lse[rows] = z.logsumexp(-1)
