@@ -74,7 +74,9 @@ def _may_defer(layer: nn.Module) -> bool:
     """
     if layer.training or request.ACTIVE:
         return True
-    return not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+    settings: Deferral | None = layer.__dict__.get(SETTINGS)
+    of_trainer = settings is not None and settings.of_trainer  # also a loop of one's own, on a model in evaluation mode
+    return (of_trainer or not torch.is_grad_enabled()) and not torch.compiler.is_compiling()
 
 
 def _is_changed(layer: nn.Module) -> bool:
@@ -120,7 +122,7 @@ def _defers_unasked(layer: Any) -> bool:
     if settings is None or not settings.in_training:
         return False
     if torch.is_grad_enabled():
-        return layer.training
+        return layer.training or settings.of_trainer
     if _is_in_generate():
         return False
     # Under tensor parallelism, all ranks must read real logits, and in evaluation one rank may read them alone.
