@@ -179,6 +179,7 @@ def _columns(
     }
     predicted = target != IGNORE_INDEX
     for name, x in found.items():
+        assert x is not None
         x = x.float() if name in _FLOATS else x.int()
         columns[name] = [row[counts].flatten().cpu().numpy() for row, counts in zip(x, predicted, strict=True)]
     return columns, size

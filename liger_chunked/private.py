@@ -20,10 +20,14 @@ from liger_chunked.versions import release
 # Not ImportError alone: a broken Triton raises its own error, and kernels/backend.py says so where it is needed.
 try:
     import triton
-    from triton.knobs import runtime as _triton_settings
-    from triton.runtime import driver as _triton_driver
+    import triton.knobs
+    import triton.runtime
+
+    _triton: Any = triton
+    _triton_settings: Any = triton.knobs.runtime
+    _triton_driver: Any = triton.runtime.driver
 except Exception:
-    triton = _triton_settings = _triton_driver = None
+    _triton = _triton_settings = _triton_driver = None
 
 
 def find(path: str) -> Any:
@@ -340,7 +344,7 @@ def _runs_as_we_know(version: str) -> bool:
     return (3, 5) <= release(version) < (3, 10)
 
 
-KNOWS_TRITON = _triton_settings is not None and _runs_as_we_know(triton.__version__)
+KNOWS_TRITON = _triton_settings is not None and _runs_as_we_know(_triton.__version__)
 
 
 def someone_watches_launches() -> bool:

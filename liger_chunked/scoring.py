@@ -415,7 +415,7 @@ def _deferring(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
     if isinstance(model, nn.Linear):
         return defer_logits(model)
     for module in model.modules():
-        of_module = getattr(module, "get_output_embeddings", None)
+        of_module: Any = getattr(module, "get_output_embeddings", None)
         if callable(of_module) and (head := of_module()) is not None:
             return defer_logits(head)
     raise ValueError(
