@@ -416,7 +416,8 @@ def _deferring(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
         return defer_logits(model)
     for module in model.modules():
         of_module: Any = getattr(module, "get_output_embeddings", None)
-        if callable(of_module) and (head := of_module()) is not None:
+        head: Any = of_module() if callable(of_module) else None
+        if head is not None:
             return defer_logits(head)
     raise ValueError(
         f"{type(model).__name__} has no head that defers: call liger_chunked.defer_logits(model.lm_head) first, with "
