@@ -531,6 +531,19 @@ def test_operations_without_grad() -> None:
                     assert not torch.autograd.grad(value, case.x)[0].any()
 
 
+@pytest.mark.parametrize("called", [True, False])
+@pytest.mark.parametrize("computed", [True, False])
+def test_a_loss_in_place_of_logits_has_a_gradient_if_both_have(called: bool, computed: bool) -> None:
+    """As with tensors: neither logits made under `no_grad`, nor a loss computed under it, train the head."""
+    case = Case()
+    with defer_logits(case.head):
+        with torch.set_grad_enabled(called):
+            z = case.head(case.x)
+        with torch.set_grad_enabled(computed):
+            loss = z.run(lambda head, hidden: F.linear(hidden, head.weight, head.bias).sum())
+    assert loss.requires_grad == (called and computed)
+
+
 def test_rounding_is_not_left_out() -> None:
     """A cast to fewer bits, or to float64, is the caller's: the loss is that of the cast logits."""
     case = Case(dtype=torch.float32)

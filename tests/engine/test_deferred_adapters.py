@@ -139,3 +139,33 @@ def test_merged_after_the_call() -> None:
         loss_of(z)
     model.unmerge_adapter()
     torch.testing.assert_close(loss_of(z), loss_of(z.tensor()))
+
+
+class FullyShardedDataParallel(torch.nn.Module):
+    """Around one layer, as FSDP 1 with PEFT's policy: it calls that layer, and has its attributes."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name) if name == "layer" else getattr(self.layer, name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def test_layers_that_fsdp_wrapped_before() -> None:
+    """A head whose layers are in wrappers already defers as well."""
+    stock = built("lora")
+    expected = loss_of(stock(IDS).logits)
+    model = copy.deepcopy(stock)
+    head = model.get_base_model().lm_head
+    head.base_layer = FullyShardedDataParallel(head.base_layer)
+    for layers in (head.lora_A, head.lora_B):
+        layers["default"] = FullyShardedDataParallel(layers["default"])
+    with defer_logits(head):
+        z = model(IDS).logits
+        assert isinstance(z, DeferredLogits)
+        torch.testing.assert_close(loss_of(z), expected)
+        assert not z.is_computed

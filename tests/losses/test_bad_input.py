@@ -67,6 +67,13 @@ def ids(*shape, fill=1, dtype=torch.int64, device=None):
     return torch.full(shape, fill, dtype=dtype, device=device)
 
 
+def one_id(x):
+    """Return a target whose last sequence alone has this id, at its end."""
+    target = ids(B, T)
+    target[-1, -1] = x
+    return target
+
+
 # Errors that every loss raises: (changes to a valid call, exception, pattern of the message).
 EVERYWHERE = {
     "hidden-size": (
@@ -85,6 +92,8 @@ EVERYWHERE = {
     "target-bool": ({"target": ids(B, T, dtype=torch.bool)}, TypeError, "target must be a tensor of token ids.*bool"),
     "target-too-high": ({"target": ids(B, T, fill=V)}, ValueError, rf"target holds {V}.*-100.*0 to {V - 1}"),
     "target-too-low": ({"target": ids(B, T, fill=-2)}, ValueError, rf"target holds -2.*-100.*0 to {V - 1}"),
+    "target-one-too-high": ({"target": one_id(V)}, ValueError, rf"target holds {V}.*-100.*0 to {V - 1}"),
+    "target-one-too-low": ({"target": one_id(-2)}, ValueError, rf"target holds -2.*-100.*0 to {V - 1}"),
     "target-padding": ({"target": ids(B, T, fill=-1)}, ValueError, "If -1 marks tokens to skip, set ignore_index=-1$"),
     "mixed-dtypes": (
         {"weight": torch.zeros(V, H)},

@@ -192,6 +192,16 @@ def test_a_divergence_without_gradient_is_refused():
         Constant()(**batch)
 
 
+@pytest.mark.parametrize("budget", [None, 2 * 8 * SMALL.vocab], ids=["one chunk", "several"])
+def test_statistics_for_metrics_are_detached(budget, monkeypatch):
+    batch, kept = pairs(SMALL, seed=0, ref=None), []
+    metrics = SimPO._metrics
+    monkeypatch.setattr(SimPO, "_metrics", lambda self, b, stats: kept.append(stats) or metrics(self, b, stats))
+    loss, _ = SimPO(use_ref_model=False, logits_budget=budget)(**batch | {"weight": batch["weight"].requires_grad_()})
+    assert loss.requires_grad
+    assert not any(x.requires_grad for x in kept[0] if x is not None)
+
+
 def test_callable_beside_a_name():
     batch = pairs(SMALL, seed=0)
     mixed, _ = LigerFusedLinearDPOLoss(loss_type=["sigmoid", hinge], loss_weights=[0.25, 2.0])(**batch)
