@@ -12,12 +12,12 @@ from liger_chunked import patch_trl
 if __name__ == "__main__":
     from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
-    patch_trl()
     model, tokenizer, settings, _ = setup()
-    trainer = ORPOTrainer(
-        model=model,
-        args=ORPOConfig(**settings, beta=0.1, remove_unused_columns=False),
-        processing_class=tokenizer,
-        train_dataset=preference_data(),
-    )
-    trainer.train()
+    with patch_trl():
+        trainer = ORPOTrainer(
+            model=model,
+            args=ORPOConfig(**settings, beta=0.1, remove_unused_columns=False),
+            processing_class=tokenizer,
+            train_dataset=preference_data(),
+        )
+        trainer.train()

@@ -108,6 +108,7 @@ def apply_liger_kernel(
 
     >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from liger_chunked import revert_liger_kernel
     >>> sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
     >>> model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2))
     >>> print(apply_liger_kernel(model, rope=False))
