@@ -132,7 +132,6 @@ class Arguments(NamedTuple):
 
     names: tuple[str, ...]
     takes_any: bool = False
-    known: frozenset[str] = frozenset()
 
 
 def _definitions(cls: type, method: str) -> Iterator[tuple[Callable[..., Any], list[inspect.Parameter]]]:
@@ -166,7 +165,7 @@ def _read_keywords(cls: type, method: str) -> Arguments:
             names += options
             break
         takes_any = True
-    return Arguments(tuple(dict.fromkeys(names)), takes_any, frozenset(names))
+    return Arguments(tuple(dict.fromkeys(names)), takes_any)
 
 
 def _typed_options(function: Callable[..., Any], name: str) -> tuple[str, ...]:
@@ -181,10 +180,12 @@ def _typed_options(function: Callable[..., Any], name: str) -> tuple[str, ...]:
 
 
 def of_constructor(cls: type) -> Arguments:
+    """Return the settings of a loss class, also those that its `**options` take."""
     return _keywords(cls, "__init__")
 
 
 def of_call(cls: type) -> Arguments:
+    """Return the arguments of a loss's `forward`."""
     return _keywords(cls, "forward")
 
 
@@ -220,6 +221,7 @@ def _answer(owner: str, name: str, here: tuple[str, ...], other: tuple[str, ...]
 
 
 def own_options(loss: type, options: Options, known: Collection[str]) -> Options:
+    """Return the `options` of a constructor. Raises TypeError, with a suggestion, for a name that is not in `known`."""
     names = [name for name in options if name not in known]
     if names:
         raise unknown(loss.__name__, names, of_constructor(loss), of_call(loss), "call")
@@ -236,9 +238,9 @@ def split(cls: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
     data: dict[str, Any] = {}
     neither: list[str] = []
     for name, value in given.items():
-        if name in constructor.known and not (name in call.known and isinstance(value, Tensor)):
+        if name in constructor.names and not (name in call.names and isinstance(value, Tensor)):
             settings[name] = value
-        elif name in call.known:
+        elif name in call.names:
             data[name] = value
         elif constructor.takes_any:
             settings[name] = value
@@ -273,7 +275,12 @@ def are_data(cls: type, args: tuple[Any, ...], data: tuple[type, ...]) -> bool:
 def call_error(
     owner: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], constructor: Arguments
 ) -> TypeError | None:
-    """Return None if the call matches the signature."""
+    """Return the error for arguments that `function` does not take; None if it takes them.
+
+    Args:
+        owner: the loss or function, for the message.
+        constructor: the arguments of the loss's constructor, to which an unknown name may belong.
+    """
     parameters = inspect.signature(function).parameters
     names = tuple(name for name in parameters if name != "self")
     refused = [name for name in kwargs if name not in names]
@@ -287,6 +294,7 @@ def call_error(
 
 
 def constructor_error(cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TypeError | None:
+    """Return the error for arguments that the constructor does not take; None if it takes them."""
     try:
         inspect.signature(cls.__init__).bind(None, *args, **kwargs)  # type: ignore[misc]
     except TypeError as error:

@@ -85,7 +85,7 @@ def _either(setting: Any, data: Any) -> Any:
 
 def _evaluates(cls: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator that makes a function evaluate a loss. The function itself is a name and a text."""
-    settings, data = arguments.of_constructor(cls).known, arguments.of_call(cls).known
+    settings, data = set(arguments.of_constructor(cls).names), set(arguments.of_call(cls).names)
     forward = cls.forward.__wrapped__  # without the checks of an entry point, which the function is
 
     def decorate(described: Callable[..., Any]) -> Callable[..., Any]:

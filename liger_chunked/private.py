@@ -176,9 +176,8 @@ foreach_add_: Callable[[Any, Sequence[int]], Any] = find("torch._foreach_add_") 
 # Modules
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_PARTS = ("_modules", "_parameters", "_buffers")
 # Whether a module shows its parts, also those that are None.
-HAS_PARTS = vars(nn.Module()).keys() >= {*_PARTS}
+HAS_PARTS = vars(nn.Module()).keys() >= {"_modules", "_parameters", "_buffers"}
 _GLOBAL_HOOKS: Any = find("torch.nn.modules.module._global_forward_hooks")
 
 # Whether the package sees all hooks of a module, and global forward hooks. If it does not, it leaves out nothing that a
@@ -208,12 +207,8 @@ def own_tensors(module: nn.Module) -> dict[str, Tensor]:
     if HAS_PARTS:  # ten times as fast: heads ask at each call
         named = {**module._parameters, **module._buffers}
         return {name: x for name, x in named.items() if x is not None}
-    return dict(_named(module))
-
-
-def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters(recurse=False, remove_duplicate=False)
-    yield from module.named_buffers(recurse=False, remove_duplicate=False)
+    every: dict[str, Any] = {"recurse": False, "remove_duplicate": False}
+    return dict([*module.named_parameters(**every), *module.named_buffers(**every)])
 
 
 def composable_states() -> Any:
@@ -296,18 +291,8 @@ def any_sizes(*tensors: tuple[Tensor, Sequence[int]]) -> AbstractContextManager[
 
 # Dispatch
 
-
-def _no_modes() -> AbstractContextManager[Any]:
-    return nullcontext()
-
-
-# The fallback suspends none.
-without_modes: Callable[[], AbstractContextManager[Any]] = (
-    find("torch.utils._python_dispatch._disable_current_modes") or _no_modes
-)
-
-
 _dispatch: Any = find("torch.utils._python_dispatch")
+_without_modes: Callable[[], AbstractContextManager[Any]] = getattr(_dispatch, "_disable_current_modes", nullcontext)
 
 
 def without_modes_of(module: str) -> AbstractContextManager[Any]:
@@ -323,7 +308,7 @@ def without_modes_of(module: str) -> AbstractContextManager[Any]:
 
 @contextmanager
 def _only(others: list[Any]) -> Iterator[None]:
-    with without_modes():
+    with _without_modes():
         for mode in others:
             _dispatch._push_mode(mode)
         try:

@@ -37,6 +37,7 @@ def installed(package: str) -> str | None:
 
 
 def suffices(package: str) -> bool:
+    """Whether a package is installed, and its release is not older than `OLDEST`."""
     found = installed(package)
     return found is not None and release(found) >= release(OLDEST[package])
 
