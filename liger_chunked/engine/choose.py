@@ -21,6 +21,7 @@ from torch import Tensor
 
 from liger_chunked.engine import cutting, epilogue
 from liger_chunked.engine.cutting import Budget, Chunk, Tiles
+from liger_chunked.engine.draft import SharedRows
 from liger_chunked.engine.epilogue import EpilogueSource, EpilogueStatistics
 from liger_chunked.engine.invariant import ByTokenSource, InvariantSource
 from liger_chunked.engine.kept_products import KeptProducts
@@ -378,12 +379,14 @@ def for_distillation(
     options: LogitOptions,
     wants_weight: bool,
     teacher_dtype: torch.dtype | None = None,
+    shared: SharedRows | None = None,
 ) -> Plan:
     """Plan a distillation loss. Tiles are whole rows, for which the teacher's logits are computed.
 
     Args:
         bytes_per_logit: of a student's logit with all that lives beside it for a tile.
         wants_weight: whether dW is computed.
+        shared: which of the teacher's rows several rows share, and no cut should part.
     """
     if rows.split is not None:
         rows = on_this_rank(rows)
@@ -391,9 +394,13 @@ def for_distillation(
     if budget.given is not None:
         _warn_of_few_rows(budget, bytes_per_logit, n_valid)
     chunk_tokens, tile_rows = cutting.chunk_and_tile(budget, n_valid, bytes_per_logit, wants_weight)
-    chunks = cutting.chunks_of_tokens(n_valid, chunk_tokens)
+    if shared is None or not n_valid:
+        chunks = cutting.chunks_of_tokens(n_valid, chunk_tokens)
+        tiles = tuple(cutting.whole_rows(chunk.length, head.columns, tile_rows) for chunk in chunks)
+    else:
+        chunks = tuple(Chunk(part, part) for part in shared.pieces(slice(0, n_valid), chunk_tokens))
+        tiles = tuple(shared.tiles(chunk.row_slice, head.columns, tile_rows) for chunk in chunks)
     rows, scattered = scatter_rows(rows, chunks, head)
-    tiles = tuple(cutting.whole_rows(chunk.length, head.columns, tile_rows) for chunk in chunks)
     return Plan(
         rows=rows,
         scattered=scattered,
