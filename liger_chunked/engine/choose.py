@@ -380,6 +380,7 @@ def for_distillation(
     wants_weight: bool,
     teacher_dtype: torch.dtype | None = None,
     shared: SharedRows | None = None,
+    teacher_columns: int | None = None,
 ) -> Plan:
     """Plan a distillation loss. Tiles are whole rows, for which the teacher's logits are computed.
 
@@ -387,13 +388,19 @@ def for_distillation(
         bytes_per_logit: of a student's logit with all that lives beside it for a tile.
         wants_weight: whether dW is computed.
         shared: which of the teacher's rows several rows share, and no cut should part.
+        teacher_columns: of the teacher of a draft for each token of the draft. None: the student is no draft.
     """
     if rows.split is not None:
         rows = on_this_rank(rows)
     budget, n_valid = budget_of(head, options, dtype), rows.n_valid
     if budget.given is not None:
         _warn_of_few_rows(budget, bytes_per_logit, n_valid)
-    chunk_tokens, tile_rows = cutting.chunk_and_tile(budget, n_valid, bytes_per_logit, wants_weight)
+    if teacher_columns is None:
+        chunk_tokens, tile_rows = cutting.chunk_and_tile(budget, n_valid, bytes_per_logit, wants_weight)
+    else:
+        chunk_tokens, tile_rows = cutting.chunk_and_tile_of_draft(
+            budget, n_valid, bytes_per_logit, wants_weight, teacher_columns
+        )
     if shared is None or not n_valid:
         chunks = cutting.chunks_of_tokens(n_valid, chunk_tokens)
         tiles = tuple(cutting.whole_rows(chunk.length, head.columns, tile_rows) for chunk in chunks)

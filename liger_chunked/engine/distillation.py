@@ -326,6 +326,7 @@ def distillation_loss(
         wants_weight=torch.is_grad_enabled() and head.weight.requires_grad,
         teacher_dtype=teacher_dtype,
         shared=None if teacher is None else teacher.shared,
+        teacher_columns=route.teacher_columns_per_row if isinstance(route, DraftDivergence) else None,
     )
     if plan.scattered is not None and isinstance(route, TopK):
         order = plan.scattered.order

@@ -126,7 +126,7 @@ class DraftDivergence:
         in_draft: (V_teacher,) bool. Rows whose most likely token of the teacher is not in the draft have a divergence
             of 0. None: all rows count.
         renormalizes: whether `p` sums to 1 over the draft's tokens, and not over the teacher's.
-        columns_per_column: columns of the teacher for each of the draft.
+        draft_columns, teacher_columns: the tokens of each.
         shared: None: the teacher has a row for each row of the step.
     """
 
@@ -137,15 +137,24 @@ class DraftDivergence:
     draft_ids: Tensor | None
     in_draft: Tensor | None
     renormalizes: bool
-    columns_per_column: float
+    draft_columns: int
+    teacher_columns: int
     shared: SharedRows | None
 
     def bytes_per_logit(self, student: torch.dtype, teacher: torch.dtype | None) -> int:
         assert teacher is not None
-        per_row = 1.0 if self.shared is None else self.shared.per_row
-        columns = self.columns_per_column + (self.draft_ids is not None)  # a copy of the draft's columns
+        columns = self.teacher_columns / self.draft_columns + (self.draft_ids is not None)  # a copy of the draft's
         copies = self.shared is not None  # of these, for each row
-        return student.itemsize + math.ceil(teacher.itemsize * (per_row * columns + copies))
+        return student.itemsize + math.ceil(teacher.itemsize * (self._per_row * columns + copies))
+
+    @property
+    def _per_row(self) -> float:
+        return 1.0 if self.shared is None else self.shared.per_row
+
+    @property
+    def teacher_columns_per_row(self) -> int:
+        """The teacher's logits for each row of the draft."""
+        return max(1, math.ceil(self.teacher_columns * self._per_row))
 
     def slopes(self) -> Slopes:
         # The gradient of log(accepted mass) is at most 1 too: the mass is at least that of `below`.

@@ -256,7 +256,8 @@ class LigerFusedLinearDraftLoss(FusedLoss):
             draft_ids=self.draft_ids,
             in_draft=in_draft,
             renormalizes=self.renormalize,
-            columns_per_column=n_teacher / head.weight.shape[0],
+            draft_columns=head.weight.shape[0],
+            teacher_columns=n_teacher,
             shared=shared,
         )
 

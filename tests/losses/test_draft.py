@@ -123,7 +123,9 @@ def with_gradients(loss: Any, given: dict[str, Any]) -> dict[str, Tensor]:
     return {"loss": value.detach(), **{name: x.grad for name, x in leaves.items()}, **metrics}
 
 
-def assert_right(loss: LigerFusedLinearDraftLoss, given: dict[str, Tensor], arguments: Any = None, **exact: Any) -> None:
+def assert_right(
+    loss: LigerFusedLinearDraftLoss, given: dict[str, Tensor], arguments: Any = None, **exact: Any
+) -> None:
     found = with_gradients(lambda given: loss(**given, **(arguments or {})), given)
     expected = with_gradients(lambda given: oracle(given, **exact), given)
     assert found.keys() == expected.keys()
@@ -262,8 +264,8 @@ def test_models_that_hardly_agree(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(4)
     # Logits are multiples of 0.75, which no dtype rounds.
     weight, input = 6 * torch.eye(8), torch.randint(-4, 5, (1, 5, 8), generator=generator) / 8
-    input[..., 0], teacher_input = 4.0, input[0].clone()
-    teacher_input[:, 0], teacher_input[:, 1] = 0.0, 4.0
+    teacher_input = input[0] + torch.tensor([-1, 1]).repeat(4) / 8  # nowhere equal
+    input[..., 0] = teacher_input[:, 1] = 4.0
     given = {"weight": weight, "input": input, "teacher_weight": weight, "teacher_input": teacher_input}
     given = {name: x.to(dtype) for name, x in given.items()}
     leaves = [given[name].clone().requires_grad_() for name in ("weight", "input")]
