@@ -152,8 +152,7 @@ class LigerFusedLinearDraftLoss(FusedLoss):
             bias: (V_draft,) or None.
             teacher_rows: integers like `input` without H, the row of `teacher_input`, flattened, that each row of the
                 draft is compared with; below 0: none, the row does not count. `teacher_input` may then have any number
-                of rows. None: step `k` at position `t` drafts what the teacher predicts at `t + k` of the sequence, if
-                there is such a position.
+                of rows. None: row `t` of step `k` is compared with row `t + k` of the same sequence, if there is one.
             mask: bool, False at rows that do not count: (K, B, T) or (K, N) like the draft's rows, or (B, T) or (N,)
                 like the teacher's. None: all count.
             position_weight: floating-point factors of rows, with the shapes of `mask`. None: 1.

@@ -33,6 +33,8 @@ MODULES = (
     "liger_chunked.integrations.nemo_rl",
     "liger_chunked.integrations.prime_rl",
     "liger_chunked.integrations.skyrl",
+    "liger_chunked.integrations.specforge",
+    "liger_chunked.integrations.speculators",
     "liger_chunked.integrations.transformers",
     "liger_chunked.integrations.trl",
     "liger_chunked.integrations.verl",

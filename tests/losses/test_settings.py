@@ -15,6 +15,7 @@ import torch
 from table import (
     SMALL,
     Batch,
+    drafts,
     evaluate,
     examples,
     pairs,
@@ -32,6 +33,7 @@ from liger_chunked import (
     LigerFusedLinearCPOLoss,
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDPOLoss,
+    LigerFusedLinearDraftLoss,
     LigerFusedLinearGRPOLoss,
     LigerFusedLinearJSDLoss,
     LigerFusedLinearKLDivLoss,
@@ -334,6 +336,8 @@ OF_EVERY_KIND: list[tuple[Any, dict[str, Any], Callable[[], list[Batch]]]] = [
         {},
         lambda: [{name: x for name, x in students(SMALL, seed=3).items() if name != "target"}],
     ),
+    (LigerFusedLinearDraftLoss, {}, lambda: [drafts(SMALL, seed=3, steps=2)]),
+    (LigerFusedLinearDraftLoss, {"divergence": "jsd"}, lambda: [drafts(SMALL, seed=3, steps=2)]),
 ]
 
 
