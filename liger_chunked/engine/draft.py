@@ -92,7 +92,7 @@ class SharedRows:
             stop, first = min(start + size, row_slice.stop), bisect.bisect_right(self.ends, start)
             end = self.ends[bisect.bisect_left(self.ends, stop)]
             if end - start <= limit:
-                stop = end
+                stop = min(end, row_slice.stop)
             stop = min(stop, self.ends[min(first + most_used, len(self.ends)) - 1])
             cut.append(slice(start, stop))
             start = stop

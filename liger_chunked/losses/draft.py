@@ -165,13 +165,12 @@ class LigerFusedLinearDraftLoss(FusedLoss):
             TypeError: an argument has the wrong type or dtype.
             ValueError: shapes, devices, ids or options do not fit. The message says what was expected and found.
         """
-        if not isinstance(input, Tensor) or input.ndim not in (3, 4):
+        if not isinstance(input, Tensor) or input.ndim not in (3, 4) or not input.shape[0]:
             raise ValueError(
                 "input must be (K, B, T, H) or (K, N, H), the hidden states of K steps of the draft, such as "
                 f"input[None] of one step, got {described(input)}"
             )
-        steps = input.shape[0]
-        head = check_projection(LossHead(weight, bias), input.flatten(1, -2))
+        head = check_projection(LossHead(weight, bias), input[0])
         teacher_head = self._teacher_head(head, input, LossHead(teacher_weight, teacher_bias), teacher_input)
         index = _teacher_index(input, teacher_input, teacher_rows)
         if mask is not None:
@@ -185,8 +184,8 @@ class LigerFusedLinearDraftLoss(FusedLoss):
         wide = accumulation_dtype(dtype)
 
         def by_step(x: Tensor) -> Tensor:
-            """Return (K, rows of a step) from compact values (n_valid,)."""
-            return rows.to_dense(x.to(wide)).view(steps, -1)
+            """Return (K, rows of a step) from compact values (n_valid,), 0 at rows that do not count."""
+            return rows.fill_ignored(rows.to_dense(x.to(wide))).view(steps, -1)
 
         factors = counted = by_step(torch.ones(rows.n_valid, device=input.device))
         if position_weight is not None:
@@ -352,7 +351,7 @@ def _by_row(name: str, x: Any, input: Tensor, teacher_input: Tensor, index: Tens
             f"on {input.device}, got {described(x)}"
         )
     flat = x.detach().reshape(-1)
-    # One step has one layout, unless the caller chose the teacher's rows.
+    # Without an index there is one step, whose rows are the teacher's.
     return flat if index is None or tuple(x.shape) == shape else flat[index.clamp(min=0)]
 
 

@@ -12,7 +12,7 @@ from table import relative_error
 from torch import Tensor
 
 from liger_chunked import AdaptedWeight, LigerFusedLinearDraftLoss, LogitOptions
-from liger_chunked.engine import sink
+from liger_chunked.engine import SharedRows, sink
 from liger_chunked.kernels import backend
 
 B, T, H, H_TEACHER, V = 2, 9, 5, 8, 37
@@ -321,6 +321,31 @@ def test_matrix_products(steps: int, budget: int | None) -> None:
 def test_a_teacher_row_that_exceeds_the_budget_is_projected_again() -> None:
     loss = LigerFusedLinearDraftLoss(draft_ids=IDS, logits_budget=1)
     assert_right(loss, batch(3))
+
+
+def test_pieces_part_no_row_of_the_teacher_that_fits() -> None:
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(200):
+        index = torch.randint(12, (int(torch.randint(1, 40, (), generator=generator)),), generator=generator)
+        chunk_limit, tile_limit = (int(torch.randint(1, 20, (), generator=generator)) for _ in range(2))
+        tile_limit = min(chunk_limit, tile_limit)
+        shared, order = SharedRows.of(index)
+        assert torch.equal(shared.used[shared.place], index[order])
+        end = 0
+        for chunk in shared.pieces(slice(0, len(index)), chunk_limit):
+            assert chunk.start == end and 0 < chunk.stop - chunk.start <= chunk_limit
+            end_of_tiles = 0
+            for rows, _ in shared.tiles(chunk, 7, tile_limit):
+                assert rows.start == end_of_tiles and 0 < rows.stop - rows.start <= tile_limit
+                end_of_tiles = rows.stop
+                part = slice(chunk.start + rows.start, chunk.start + rows.stop)
+                used = shared.used_by(part)
+                assert torch.equal(shared.place[part].unique(), torch.arange(used.start, used.stop))
+            end = chunk.stop
+            assert end_of_tiles == chunk.stop - chunk.start
+            whole = end in shared.ends
+            assert whole or shared.most > chunk_limit
+        assert end == len(index)
 
 
 def test_moves_with_its_ids() -> None:
