@@ -12,14 +12,15 @@ A shape is tokens:hidden of the draft:hidden of the teacher:vocabulary:tokens of
     err        of loss, dX and dW to float64 on 512 tokens, over those of eager code in bfloat16
 
 "whole" compares with the teacher's probabilities of all its tokens, "EAGLE-3" with those renormalised over the draft's,
-at the positions whose most likely token the draft has. "cut teacher" gets the teacher's rows of the draft's tokens alone,
-as speculators does: its floor has a smaller product. The packages of speculators and SpecForge may be unpacked wheels on
-`PYTHONPATH`, without what they depend on: only files of their losses are imported.
+at the positions whose most likely token the draft has. "cut teacher" gets the teacher's rows of the draft's tokens
+alone, as speculators does: its floor has a smaller product. The packages of speculators and SpecForge may be unpacked
+wheels on `PYTHONPATH`, without what they depend on: only files of their losses are imported.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import importlib.util
 import sys
@@ -202,6 +203,12 @@ def contenders(case: Case, budget: str | None) -> dict[str, Callable[[], Callabl
     }
 
 
+def step(loss: Callable[[], Tensor], leaves: Sequence[Tensor]) -> None:
+    for leaf in leaves:
+        leaf.grad = None
+    loss().backward()
+
+
 def profile(run: Callable[[], object]) -> Iterator[str]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
         run()
@@ -241,11 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             try:
                 loss = build()
 
-                def run(loss: Callable[[], Tensor] = loss) -> None:
-                    for leaf in leaves:
-                        leaf.grad = None
-                    loss().backward()
-
+                run = functools.partial(step, loss, leaves)
                 ms = median_ms(run)
                 of_teacher = cut if "cut" in name else teacher
                 peak = peak_mib(run, leaves)

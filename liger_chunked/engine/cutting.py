@@ -224,8 +224,8 @@ def chunk_and_tile_of_draft(
 ) -> tuple[int, int]:
     """Return the same of a draft, whose automatic budget is `DRAFT_LOGITS`, or that less the float32 part of dW.
 
-    Of several chunks, dW is summed in float32, and the end of a step rounds it, with a copy. Logits are free by then, so
-    that as many bytes as the copy has cost nothing.
+    Of several chunks, dW is summed in float32, and the end of a step rounds it, with a copy. Logits are free by then,
+    so that as many bytes of them as the copy has cost nothing.
     """
     if budget.given is not None:
         return chunk_and_tile(budget, n_tokens, bytes_per_logit, wants_weight, teacher_columns)

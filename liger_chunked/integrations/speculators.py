@@ -15,6 +15,7 @@ __all__ = ["dflash_loss", "eagle3_loss"]
 
 # Of speculators' names for losses. Its "ce" and "lk_hybrid" are not served.
 _DIVERGENCES = {"kl_div": "kl", "rkl": "reverse_kl", "jsd": "jsd", "tv": "tvd", "nla": "log_acceptance"}
+_EPS = 1e-5  # of speculators' divisor
 
 
 def _loss(loss_fn: str, **settings: Any) -> LigerFusedLinearDraftLoss:
@@ -88,7 +89,7 @@ def dflash_loss(
         teacher_rows=in_slots(target_indices, block_size, first),
         mask=mask,
         position_weight=torch.exp(-slots / gamma)[:, None].expand(mask.shape),
-        num_items=mask.sum(),
+        num_items=mask.sum() + _EPS,
     )
 
 

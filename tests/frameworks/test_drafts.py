@@ -63,9 +63,9 @@ def gradients(value: Tensor, leaves: list[Tensor]) -> list[Tensor]:
     return [value.detach(), *found]
 
 
-def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
+def assert_equal(ours: list[Tensor], theirs: list[Tensor], bound: float = BOUND) -> None:
     for x, y in zip(ours, theirs, strict=True):
-        assert relative_error(x, y) < BOUND
+        assert relative_error(x, y) < bound
 
 
 def kl(z: Tensor, t: Tensor) -> Tensor:
@@ -116,7 +116,9 @@ def test_eagle3_of_speculators(loss_fn: str, monkeypatch: pytest.MonkeyPatch) ->
         return total
 
     loss, metrics = eagle3_loss(list(hidden), head, verifier_hidden, verifier_head, mask, 0.7, loss_fn)
-    assert_equal(gradients(loss, [head, hidden]), gradients(stock(), [head, hidden]))
+    # Its divisor is 1e-5 larger than the number of tokens.
+    bound = BOUND + 1e-5 / int(mask[:, STEPS - 1 :].sum())
+    assert_equal(gradients(loss, [head, hidden]), gradients(stock(), [head, hidden]), bound)
     assert metrics.step_losses.shape == (STEPS,)
 
 
@@ -150,7 +152,7 @@ def test_dflash_of_speculators(from_anchor: bool, markov: bool, monkeypatch: pyt
         slot = torch.arange(blocks * size) % size  # interface only
         decay = torch.exp(-slot / 3.0) if from_anchor else torch.exp(-(slot - 1) / 3.0)
         accuracy.append((z.argmax(-1) == t.argmax(-1))[mask > 0].float().mean())
-        return (tv(z, t) * mask * decay).sum() / mask.sum()
+        return (tv(z, t) * mask * decay).sum() / (mask.sum() + 1e-5)
 
     accuracy: list[Tensor] = []
     leaves = [head, hidden, w1, w2] if markov else [head, hidden]
