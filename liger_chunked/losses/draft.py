@@ -121,9 +121,11 @@ class LigerFusedLinearDraftLoss(FusedLoss):
             if (value := getattr(self.options, name)) != getattr(LogitOptions(), name):
                 raise ValueError(f"{name}={value} is not read by {type(self).__name__}: leave it out")
         self.teacher_options = options_of_teacher(teacher_options, self.options)
-        # A buffer, so that `loss.to(device)` moves it; of no checkpoint.
         ids, self._largest_id = _checked_ids(draft_ids)
-        self.register_buffer("draft_ids", ids, persistent=False)
+        if ids is None:
+            self.draft_ids = None
+        else:  # a buffer, so that `loss.to(device)` moves it; of no checkpoint
+            self.register_buffer("draft_ids", ids, persistent=False)
 
     @entry_point
     def forward(
@@ -150,13 +152,13 @@ class LigerFusedLinearDraftLoss(FusedLoss):
             teacher_weight, teacher_input, teacher_bias: (V_teacher, H_teacher) or an `AdaptedWeight`, (B, T, H_teacher)
                 or (N, H_teacher), and (V_teacher,) or None. Without gradient. A row is projected once for all steps.
             bias: (V_draft,) or None.
-            teacher_rows: integers like `input` without H, the row of `teacher_input`, flattened, that each row of the
+            teacher_rows: (K, B, T) or (K, N) integers, the row of `teacher_input`, flattened, that each row of the
                 draft is compared with; below 0: none, the row does not count. `teacher_input` may then have any number
                 of rows. None: row `t` of step `k` is compared with row `t + k` of the same sequence, if there is one.
             mask: bool, False at rows that do not count: (K, B, T) or (K, N) like the draft's rows, or (B, T) or (N,)
                 like the teacher's. None: all count.
-            position_weight: floating-point factors of rows, with the shapes of `mask`. None: 1.
-            num_items: divisor of each step's sum in place of `n_k`, a number or ().
+            position_weight: (K, B, T) or (K, N), or (B, T) or (N,), as `mask`: factors of rows. None: 1.
+            num_items: divisor of each step's sum, a number or (). None: `n_k`.
 
         Returns:
             (loss, metrics): the loss (), float32, or float64 for float64 inputs, and `DraftMetrics`.

@@ -22,6 +22,12 @@ NO_FLOATS |= {"vocab_shard", "sequence_group", "teacher_rows"}
 OTHER_HEADS = ("ref_weight", "ref_bias", "teacher_weight", "teacher_bias")
 
 
+def whole_drafts(sizes: Any, seed: int) -> Batch:
+    batch = drafts(sizes, seed)
+    del batch["mask"]
+    return batch
+
+
 def flat_students(sizes: Any, seed: int) -> Batch:
     batch = students(sizes, seed)
     del batch["target"]
@@ -48,7 +54,7 @@ LOSSES: dict[type, tuple[Callable[..., Any], Callable[..., Batch]]] = {
     losses.LigerFusedLinearCosineSimilarityLoss: (functional.cosine_similarity_loss, students),
     losses.LigerFusedLinearOnPolicyDistillationLoss: (functional.on_policy_distillation_loss, sampled),
     losses.LigerFusedLinearULDLoss: (functional.uld_loss, flat_students),
-    losses.LigerFusedLinearDraftLoss: (functional.draft_loss, drafts),
+    losses.LigerFusedLinearDraftLoss: (functional.draft_loss, whole_drafts),
 }
 
 
