@@ -176,7 +176,7 @@ def losses(target: Target) -> Iterator[Task]:
     import torch
 
     import liger_chunked as lc
-    from benchmarks import cross_entropy, distillation, lora_head, policy, preference
+    from benchmarks import cross_entropy, distillation, drafts, lora_head, policy, preference
     from liger_chunked.typical import TypicalCall
 
     def step(loss: Any, **sizes: Any) -> None:
@@ -184,6 +184,11 @@ def losses(target: Target) -> Iterator[Task]:
         given, trainable = call.arguments(torch.device("meta"))
         value = loss(**given)
         torch.autograd.grad((value[0] if isinstance(value, tuple) else value).sum(), trainable)
+
+    def draft(loss: Any, n: int, h: int, teacher_h: int, v: int, v_draft: int) -> None:
+        meta = partial(torch.empty, device="meta", dtype=torch.bfloat16)
+        weight, hidden = meta(v_draft, h).requires_grad_(), meta(1, n, h).requires_grad_()
+        loss(weight, hidden, meta(v, teacher_h), meta(n, teacher_h))[0].backward()
 
     plain = lc.LigerFusedLinearCrossEntropyLoss
     for shape, (n, h, v) in sizes(cross_entropy.SHAPES):
@@ -212,6 +217,11 @@ def losses(target: Target) -> Iterator[Task]:
             loss = getattr(lc, f"LigerFusedLinear{name}Loss")(weight_hard_loss=0.5)
             yield f"{name} {shape}", partial(step, loss, teacher_hidden_size=teacher_h, **given)
         yield f"KLDiv of a top-k {shape}", partial(step, lc.LigerFusedLinearKLDivLoss(), teacher_top_k=128, **given)
+    for shape, (n, h, teacher_h, v, v_draft, _) in sizes(drafts.SHAPES):
+        ids = None if v == v_draft else torch.arange(v_draft)
+        for name in ("kl", "reverse_kl", "jsd", "log_acceptance"):
+            loss = lc.LigerFusedLinearDraftLoss(draft_ids=ids, divergence=name).to("meta")
+            yield f"draft, {name} {shape}", partial(draft, loss, n, h, teacher_h, v, v_draft)
     for shape, (b, t, h, v, rank) in sizes(lora_head.SHAPES):
         given = {"vocab_size": v, "hidden_size": h, "shape": (b * t,), "lora_rank": rank}
         yield f"LoRA on the head {shape}", partial(step, plain(), trainable_head=False, **given)
