@@ -80,11 +80,12 @@ class SharedRows:
     def pieces(self, row_slice: slice, limit: int) -> list[slice]:
         """Cut rows of the step into pieces of at most `limit`, and of as many rows of the teacher as their share.
 
-        A cut between two rows that share a row of the teacher would project it twice, so cuts are after these, unless a
-        single row of the teacher has more than `limit`.
+        A cut between two rows that share a row of the teacher projects it twice. So cuts are after these, unless pieces
+        are so short that a single row of the teacher may fill half of one.
         """
         n = row_slice.stop - row_slice.start
-        size = max(1, limit - self.most + 1)  # rounded up to the end of a row of the teacher, at most `limit`
+        # Pieces end with the next row of the teacher, which exceeds `size` by less than `most`.
+        size = limit - self.most + 1 if 2 * self.most <= limit else limit
         size = -(-n // -(-n // size)) if n else 1
         most_used = math.ceil(size * self.per_row) + 1
         cut, start = [], row_slice.start
