@@ -30,6 +30,7 @@ __all__ = [
     "cpo_loss",
     "cross_entropy_loss",
     "dpo_loss",
+    "draft_loss",
     "grpo_loss",
     "jsd_loss",
     "kl_div_loss",
@@ -315,5 +316,21 @@ def uld_loss(*args: Any, **kwargs: Any) -> Any:
     >>> teacher_weight, teacher_hidden = torch.randn(17, 6), torch.randn(3, 6)
     >>> loss, metrics = uld_loss(weight, hidden, teacher_weight, teacher_hidden, temperature=2.0)
     >>> bool(0 <= loss <= 2)
+    True
+    """
+
+
+@_evaluates(losses.LigerFusedLinearDraftLoss)
+def draft_loss(*args: Any, **kwargs: Any) -> Any:
+    """Compute `LigerFusedLinearDraftLoss`: the divergence of a draft for speculative decoding from its teacher.
+
+    `input` is (K, B, T, H) or (K, N, H), K steps of the draft; `teacher_input` (B, T, H) or (N, H); H may differ.
+
+    >>> import torch
+    >>> weight, hidden = torch.randn(5, 4), torch.randn(2, 3, 4)  # two steps at three positions
+    >>> teacher_weight, teacher_hidden = torch.randn(11, 6), torch.randn(3, 6)
+    >>> ids = torch.tensor([0, 2, 3, 7, 8])
+    >>> loss, metrics = draft_loss(weight, hidden, teacher_weight, teacher_hidden, draft_ids=ids, divergence="tvd")
+    >>> bool(torch.isclose(loss, (1 - metrics.acceptance).sum()))
     True
     """

@@ -11,10 +11,12 @@ from liger_chunked.engine import linear_token_stats
 from liger_chunked.kept_ids import KeptIds
 from liger_chunked.losses.cross_entropy import WithMetrics
 from liger_chunked.losses.dpo import LossOfPairs
+from liger_chunked.losses.draft import DraftDivergenceName
 from liger_chunked.losses.surrogates import Surrogate
 from liger_chunked.teachers import TopK as TeacherTopK
 from liger_chunked.types import (
     DistillationMetrics,
+    DraftMetrics,
     LogitOptions,
     PolicyMetrics,
     PreferenceMetrics,
@@ -30,6 +32,7 @@ __all__ = [
     "cpo_loss",
     "cross_entropy_loss",
     "dpo_loss",
+    "draft_loss",
     "grpo_loss",
     "jsd_loss",
     "kl_div_loss",
@@ -410,6 +413,45 @@ def dpo_loss(
     >>> loss, metrics = dpo_loss(weight, hidden, target, ref_logps=torch.zeros(2), beta=0.2)
     >>> margin = metrics.chosen_rewards - metrics.rejected_rewards
     >>> bool(torch.isclose(loss, -torch.nn.functional.logsigmoid(margin).mean()))
+    True
+    """
+
+def draft_loss(
+    weight: Weight,
+    input: Tensor,
+    teacher_weight: Weight,
+    teacher_input: Tensor,
+    bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    *,
+    teacher_rows: Tensor | None = None,
+    mask: Tensor | None = None,
+    position_weight: Tensor | None = None,
+    num_items: float | Tensor | None = None,
+    draft_ids: Tensor | None = None,
+    divergence: DraftDivergenceName = "kl",
+    beta: float | None = None,
+    renormalize: bool = False,
+    skip_outside: bool = False,
+    step_decay: float = 1.0,
+    teacher_options: LogitOptions | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    logits_budget: int | float | str | None = None,
+    logits_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, DraftMetrics]:
+    """Compute `LigerFusedLinearDraftLoss`: the divergence of a draft for speculative decoding from its teacher.
+
+    `input` is (K, B, T, H) or (K, N, H), K steps of the draft; `teacher_input` (B, T, H) or (N, H); H may differ.
+
+    >>> import torch
+    >>> weight, hidden = torch.randn(5, 4), torch.randn(2, 3, 4)  # two steps at three positions
+    >>> teacher_weight, teacher_hidden = torch.randn(11, 6), torch.randn(3, 6)
+    >>> ids = torch.tensor([0, 2, 3, 7, 8])
+    >>> loss, metrics = draft_loss(weight, hidden, teacher_weight, teacher_hidden, draft_ids=ids, divergence="tvd")
+    >>> bool(torch.isclose(loss, (1 - metrics.acceptance).sum()))
     True
     """
 

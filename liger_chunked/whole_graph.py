@@ -37,6 +37,7 @@ from liger_chunked.types import (
     OUTPUTS,
     CrossEntropyMetrics,
     DistillationMetrics,
+    DraftMetrics,
     PolicyMetrics,
     PreferenceMetrics,
     TokenStats,
@@ -44,7 +45,8 @@ from liger_chunked.types import (
 )
 
 _METRICS = (
-    CrossEntropyMetrics, DistillationMetrics, PolicyMetrics, PreferenceMetrics, TokenStats, UnpairedPreferenceMetrics,
+    CrossEntropyMetrics, DistillationMetrics, DraftMetrics, PolicyMetrics, PreferenceMetrics, TokenStats,
+    UnpairedPreferenceMetrics,
 )  # fmt: skip
 _CONSTANTS = (bool, int, float, str, torch.dtype, tuple, list)
 # The arguments by which losses and statistics have gradients. `scale` is the student's in the ULD loss.

@@ -32,10 +32,12 @@ from liger_chunked.engine import linear_token_stats
 from liger_chunked.kept_ids import KeptIds
 from liger_chunked.losses.cross_entropy import WithMetrics
 from liger_chunked.losses.dpo import LossOfPairs
+from liger_chunked.losses.draft import DraftDivergenceName
 from liger_chunked.losses.surrogates import Surrogate
 from liger_chunked.teachers import TopK as TeacherTopK
 from liger_chunked.types import (
     DistillationMetrics,
+    DraftMetrics,
     LogitOptions,
     PolicyMetrics,
     PreferenceMetrics,

@@ -234,7 +234,8 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         fused = distillation_loss(head, dtype, teacher_head, rows, weights, route, self.options, has_target)
         if by_token:
             return self._per_token(fused, head, input, hard)
-        loss, (divergence, logps, _) = run_step(fused.step, head, input)
+        loss, values = run_step(fused.step, head, input)
+        divergence, logps = values.divergence, values.logps
         soft_loss = divergence.sum() / n_items
         hard_loss = torch.zeros_like(soft_loss) if logps is None else -logps.sum() / n_items
         return loss, DistillationMetrics(soft_loss, hard_loss)

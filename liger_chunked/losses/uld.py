@@ -153,7 +153,8 @@ class LigerFusedLinearULDLoss(FusedLoss):
         )
         weights = LossWeights(1.0 / n_items, None)
         fused = distillation_loss(head, dtype, teacher, rows, weights, route, self.options, has_target=False)
-        loss, (distance, _, by_scale) = run_step(fused.step, head, input)
+        loss, values = run_step(fused.step, head, input)
+        distance, by_scale = values.divergence, values.by_scale
         if own is not None and own.requires_grad and by_scale is not None:
             # Zero, with the gradient by the scale.
             loss = loss + (by_scale * (own - own.detach())).sum().to(loss.dtype) / n_items

@@ -16,7 +16,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.distributed as dist
 from base_ops import rotation
-from table import SMALL, Batch, examples, pairs, rollouts, students, tokens
+from table import SMALL, Batch, drafts, examples, pairs, rollouts, students, tokens
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -131,6 +131,7 @@ LOSSES = [
     ),
     Call("on-policy-distillation", lc.LigerFusedLinearOnPolicyDistillationLoss(), lambda: students(SMALL, 0)),
     Call("uld", lc.LigerFusedLinearULDLoss(), two_vocabularies),
+    Call("draft", lc.LigerFusedLinearDraftLoss(), lambda: drafts(SMALL, 0, steps=2)),
     Call("kl", lc.LigerFusedLinearKLDivLoss(), lambda: students(SMALL, 0)),
     Call("kl-top_k", lc.LigerFusedLinearKLDivLoss(), top_k),
     Call("jsd", lc.LigerFusedLinearJSDLoss(), lambda: students(SMALL, 0)),

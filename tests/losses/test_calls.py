@@ -12,7 +12,7 @@ from typing import Any, TypeVar, get_type_hints
 
 import pytest
 import torch
-from table import SMALL, Batch, examples, pairs, rollouts, students, tokens
+from table import SMALL, Batch, drafts, examples, pairs, rollouts, students, tokens
 from torch import Tensor, nn
 
 import liger_chunked as lc
@@ -79,6 +79,7 @@ LOSSES: dict[str, tuple[Any, Callable[..., Any], Callable[[], Batch], dict[str, 
         {"weight_soft_loss": 0.9},
     ),
     "uld": (lc.LigerFusedLinearULDLoss, functional.uld_loss, two_vocabularies, {"temperature": 2.0}),
+    "draft": (lc.LigerFusedLinearDraftLoss, functional.draft_loss, lambda: drafts(SMALL, 0, 2), {"divergence": "jsd"}),
     "on_policy_distillation": (
         lc.LigerFusedLinearOnPolicyDistillationLoss,
         functional.on_policy_distillation_loss,

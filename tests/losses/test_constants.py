@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from table import SMALL, Batch, examples, pairs, rollouts, students, tokens
+from table import SMALL, Batch, drafts, examples, pairs, rollouts, students, tokens
 from torch import Tensor, nn
 
 from liger_chunked import AdaptedWeight, arguments, functional, losses
@@ -18,8 +18,14 @@ from liger_chunked.functional import linear_token_stats
 # Arguments with a gradient, and those that hold no floating-point tensor.
 DIFFERENTIATED = {"weight", "input", "hidden", "bias", "scale"}
 NO_FLOATS = {"target", "nll_target", "kl_target", "preference_labels", "teacher_ids", "cu_seqlens"}
-NO_FLOATS |= {"vocab_shard", "sequence_group"}
+NO_FLOATS |= {"vocab_shard", "sequence_group", "teacher_rows"}
 OTHER_HEADS = ("ref_weight", "ref_bias", "teacher_weight", "teacher_bias")
+
+
+def whole_drafts(sizes: Any, seed: int) -> Batch:
+    batch = drafts(sizes, seed)
+    del batch["mask"]
+    return batch
 
 
 def flat_students(sizes: Any, seed: int) -> Batch:
@@ -48,6 +54,7 @@ LOSSES: dict[type, tuple[Callable[..., Any], Callable[..., Batch]]] = {
     losses.LigerFusedLinearCosineSimilarityLoss: (functional.cosine_similarity_loss, students),
     losses.LigerFusedLinearOnPolicyDistillationLoss: (functional.on_policy_distillation_loss, sampled),
     losses.LigerFusedLinearULDLoss: (functional.uld_loss, flat_students),
+    losses.LigerFusedLinearDraftLoss: (functional.draft_loss, whole_drafts),
 }
 
 
