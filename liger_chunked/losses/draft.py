@@ -190,8 +190,7 @@ class LigerFusedLinearDraftLoss(FusedLoss):
             """Return (K, rows of a step) from compact values (n_valid,), 0 at rows that do not count."""
             return rows.fill_ignored(rows.to_dense(x.to(wide))).view(steps, -1)
 
-        ones = torch.ones(rows.n_valid, device=input.device)
-        factors = counted = by_step(ones if rows.counted is None else rows.counted)
+        factors = counted = by_step(torch.ones(rows.n_valid, device=input.device))
         if position_weight is not None:
             factors = counted * position_weight.to(wide).view(steps, -1)
         n_rows = counted.sum(1).clamp(min=1)  # (K,)
