@@ -58,6 +58,7 @@ def estimate_memory(
     trainable_head: bool = True,
     trainable_input: bool = True,
     logits_budget: int | float | str | None = None,
+    teacher_hidden_size: int | None = None,
 ) -> MemoryEstimate:
     """Return the peak GPU memory of a forward and backward of `loss` above its inputs, gradients included.
 
@@ -71,7 +72,7 @@ def estimate_memory(
     | dX            | N H d    | N H d    | 4 N H in float16, and at the end + N H d                                 |
     | dX of a chunk | n H s    |          | 0 if in its place in dX; 4 n H if a chunk has several tiles, + n H d cast |
     | hidden states | n H s    | n H s    | 0 unless tokens are left out, reordered or cast                          |
-    | head          | V H s    | V H s    | 0 without autocast                                                       |
+    | head          | V H s    | V H s    | 0 without autocast; in a chunk also a teacher's                          |
 
     Not counted: a few numbers per token, db, gradients of an adapter, cuBLAS's workspace. A reference's statistics come
     first and take less. A divergence without a kernel takes at most what it is counted with, and so does a forward
@@ -88,6 +89,7 @@ def estimate_memory(
         trainable_head: whether the weight needs a gradient.
         trainable_input: whether the hidden states need one; if neither they nor the head do, only a forward runs.
         logits_budget: most bytes of logits in memory: a number, or a string such as "512MiB". None: the loss's own.
+        teacher_hidden_size: H of the teacher of a distillation loss. None: as the student's.
 
     Returns:
         A `MemoryEstimate`, bytes by part at the peak, for this machine's GPU, or without one for Hopper, which may cut
@@ -105,11 +107,15 @@ def estimate_memory(
     """
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype, got {shown(dtype)}")
-    for name, of_head in (("vocab_size", vocab_size), ("hidden_size", hidden_size)):
+    sizes = {"vocab_size": vocab_size, "hidden_size": hidden_size}
+    sizes["teacher_hidden_size"] = hidden_size if teacher_hidden_size is None else teacher_hidden_size
+    for name, of_head in sizes.items():
         check_number(name, of_head, whole=True)
         if of_head < 1:
             raise ValueError(f"{name} must be positive, got {of_head}")
     lengths = _lengths(loss, shape, valid)
+    if teacher_hidden_size is not None and not isinstance(loss, _OF_TEACHERS):
+        raise ValueError(f"teacher_hidden_size={teacher_hidden_size} is of losses with a teacher, got {_named(loss)}")
     if autocast is not None and not (isinstance(autocast, torch.dtype) and autocast.is_floating_point):
         raise TypeError(f"autocast must be a floating-point torch.dtype or None, got {shown(autocast)}")
     of_loss: Any = loss
@@ -128,7 +134,7 @@ def estimate_memory(
         (is_cast or scatters_rows) * n_rows * hidden_size * size,
         is_cast * vocab_size * hidden_size * size,
     )
-    of_teacher = cast_head if cut.teacher else 0  # as wide as the student's
+    of_teacher = is_cast * vocab_size * sizes["teacher_hidden_size"] * size if cut.teacher else 0
     if not (trainable_head or trainable_input):
         return MemoryEstimate(cut.logits + cut.teacher, hidden=hidden, other=cast_head + of_teacher + cut.product)
     is_summed = cut.n_sums > 1 or is_half or is_cast
@@ -170,14 +176,19 @@ class _Step(NamedTuple):
     trainable_input: bool
 
 
+def _named(loss: Any) -> str:
+    if loss is linear_token_stats:
+        return "linear_token_stats"
+    return f"the class {loss.__name__}" if isinstance(loss, type) else f"a {type(loss).__name__}"
+
+
 def _lengths(loss: Loss, shape: Sequence[int], valid: int | Sequence[int] | None) -> list[int]:
     """Check the loss and the target's shape, and return the tokens with a target of each sequence."""
     if not isinstance(shape, Sequence) or not all(isinstance(n, int) for n in shape):
         raise TypeError(f"shape must be a tuple of ints, the target's, got {shown(shape)}")
     if loss is not linear_token_stats and not isinstance(loss, _LOSSES):
         expected = ", ".join(base.__name__ for base in _LOSSES)
-        given = f"the class {loss.__name__}" if isinstance(loss, type) else f"a {type(loss).__name__}"
-        raise TypeError(f"loss must be linear_token_stats or an instance of {expected}, got {given}")
+        raise TypeError(f"loss must be linear_token_stats or an instance of {expected}, got {_named(loss)}")
     shape, of_pairs = tuple(shape), isinstance(loss, LigerFusedLinearPreferenceBase)
     by_token = not of_pairs and not isinstance(loss, _OF_SEQUENCES)
     if len(shape) not in (1, 2) or (not by_token and len(shape) != 2) or min(shape) < 1:

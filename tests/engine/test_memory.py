@@ -141,6 +141,8 @@ def predicted(row: Row, batch: Batch, budget: int | None, **settings: Any) -> Me
         row.ours(batch, logits_budget=budget)
     hook.remove()
     vocab_size, hidden_size = batch["weight"].shape
+    if "teacher_weight" in batch:
+        settings["teacher_hidden_size"] = batch["teacher_weight"].shape[1]
     return estimate_memory(
         modules[0] if modules else linear_token_stats,
         vocab_size=vocab_size,
@@ -392,6 +394,7 @@ def test_readable():
         (CrossEntropy(), {"valid": 4097}, "valid must be a count up to 4096, or .*, got 4097"),
         (CrossEntropy(), {"valid": [512] * 7}, "one up to 512 for each of 8 sequences, got "),
         (CrossEntropy(), {"vocab_size": 0}, "vocab_size must be positive, got 0"),
+        (DPO(), {"teacher_hidden_size": 8}, "teacher_hidden_size=8 is of losses with a teacher, got a LigerFused.*DPO"),
         (CrossEntropy(), {"logits_budget": 0}, "logits_budget must be a positive number of bytes or None, got 0"),
     ],
 )  # fmt: skip
