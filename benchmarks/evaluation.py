@@ -1,4 +1,4 @@
-"""Time `Trainer.evaluate()` of transformers, of a model unchanged, with deferred logits alone, and with our layers, in turns.
+"""Time `Trainer.evaluate()` of a model unchanged, with deferred logits alone, and with our layers too, in turns.
 
     python -m benchmarks.evaluation                              SmolLM2-135M and Llama-3.2-1B
     python -m benchmarks.evaluation llama-3.2-1b:16:2048:8       model:sequences of a batch:length:batches
@@ -43,7 +43,7 @@ def measure(shape: str, turns: int) -> list[dict[str, Any]]:
     ids = torch.randint(models.vocabulary(name), (int(batch) * int(batches), int(length)))
     data = [{"input_ids": row, "labels": row} for row in ids]
     seconds: dict[str, list[float]] = {contender: [] for contender in CONTENDERS}
-    rows = {contender: {"shape": shape, "contender": contender} for contender in CONTENDERS}
+    rows: dict[str, dict[str, Any]] = {contender: {"shape": shape, "contender": contender} for contender in CONTENDERS}
     with tempfile.TemporaryDirectory() as folder:
         settings: dict[str, Any] = {"per_device_eval_batch_size": int(batch), "report_to": [], "disable_tqdm": True}
         trainer = Trainer(model, TrainingArguments(folder, **settings), eval_dataset=data)  # type: ignore[arg-type]
