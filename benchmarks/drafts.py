@@ -35,7 +35,8 @@ from torch import Tensor
 
 from benchmarks.harness import (
     DEVICE,
-    environment,
+    RESULTS,
+    RowsFile,
     gemm_floor,
     head_weight,
     hidden_states,
@@ -171,7 +172,8 @@ def gradients(case: Case, loss: Tensor) -> list[Tensor]:
     return [loss.detach(), *torch.autograd.grad(loss, [case.x, case.w])]
 
 
-def check(shape: Sequence[int]) -> Iterator[str]:
+def check(shape: Sequence[int]) -> Iterator[tuple[str, dict[str, float]]]:
+    """Yield, for each kind, the errors of loss, dX and dW over those of eager code."""
     _, *rest = shape
     case = make_case(CHECKED, *rest)
     for kind in KINDS:
@@ -180,10 +182,10 @@ def check(shape: Sequence[int]) -> Iterator[str]:
         for loss in (ours(case, divergence=kind)(), eager(case, kind)):
             pairs = zip(gradients(case, loss), exact, strict=True)
             errors.append([float((x.double() - e).norm() / e.norm()) for x, e in pairs])
-        ratios = [mine / max(theirs, 1e-12) for mine, theirs in zip(*errors, strict=True)]
-        yield f"err {kind:16} " + "  ".join(
-            f"{name} {mine:.2e} ({ratio:.3f} of eager)"
-            for name, mine, ratio in zip(("loss", "dX", "dW"), errors[0], ratios, strict=True)
+        names = ("loss_of_eager", "dX_of_eager", "dW_of_eager")
+        yield (
+            kind,
+            {name: round(mine / max(theirs, 1e-12), 3) for name, mine, theirs in zip(names, *errors, strict=True)},
         )
 
 
@@ -224,16 +226,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--budget", help="logits_budget, such as 1GiB; default: automatic")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--only", default="", help="contenders whose name contains this")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     given = parser.parse_args(arguments)
-    print(environment())
+    kept = RowsFile(given.out, "drafts")
     for text in given.shapes:
         shape = [int(size) for size in text.split(":")]
         n, h, teacher_h, v, v_draft, steps = shape
         torch.manual_seed(0)
         print(f"\n{text}", flush=True)
         if not given.only:
-            for line in check(shape):
-                print(line, flush=True)
+            for kind, of_eager in check(shape):
+                kept.add({"shape": text, "error_of": kind, **of_eager})
+                print(f"errors of {kind} over eager's: {of_eager}", flush=True)
         # Steps after the first draft fewer positions.
         rows = sum(n - k for k in range(steps)) / n
         teacher, cut = gemm_floor(n, teacher_h, v).logits, gemm_floor(n, teacher_h, v_draft).logits
@@ -252,12 +256,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 ms = median_ms(run)
                 of_teacher = cut if "cut" in name else teacher
                 peak = peak_mib(run, leaves)
-                above = "" if peak is None else f"{peak - of_gradients:9.0f} MiB"
-                print(f"{name:32} {ms:9.2f} ms  {ms / (floor + of_teacher):6.3f} x floor {above}", flush=True)
+                above = None if peak is None else round(peak - of_gradients)
+                over = round(ms / (floor + of_teacher), 3)
+                kept.add({"shape": text, "contender": name, "ms": round(ms, 2), "over_floor": over, "MiB": above})
+                print(f"{name:32} {ms:9.2f} ms  {over:6.3f} x floor {above} MiB", flush=True)
                 if given.profile:
                     print("\n".join(profile(run)), flush=True)
             except Exception as failure:  # a peer may be missing, or need more memory than there is
                 reason = "out of memory" if is_out_of_memory(failure) else f"{type(failure).__name__}: {failure}"
+                kept.add({"shape": text, "contender": name, "failure": reason[:150]})
                 print(f"{name:32} {reason[:150]}", flush=True)
 
 
