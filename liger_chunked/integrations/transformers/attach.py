@@ -41,7 +41,7 @@ def update(model: PreTrainedModel, **reasons: Any) -> None:
         return
     head = head_of(model)
     if head is not None:
-        set_deferral(head, state.deferral if STATE in vars(model) else None)
+        set_deferral(head, state.deferral if STATE in vars(model) else None, model)
 
 
 def fuse(model: PreTrainedModel, fusion: Fusion | None) -> None:
