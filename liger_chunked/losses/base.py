@@ -58,6 +58,12 @@ class FusedLoss(FixedSettings, metaclass=LossType):
 
     options: LogitOptions
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        constructor = vars(cls).get("__init__")
+        if constructor is not None and constructor.__doc__ is None:  # else `help` of it shows nn.Module's
+            constructor.__doc__ = cls.__doc__
+
     def logged_metrics(self, metrics: Any) -> Mapping[str, float | Tensor]:
         """Return metrics of your own that a `Liger*Trainer` logs beside its own, by name. Override it; it returns none.
 
