@@ -101,24 +101,23 @@ def reference_logps(
     return ref_logps.clamp(min=LOWEST_LOGP)
 
 
-_POSITIVE = 0.01  # nats; below, a log-probability near 0 may be rounded
+_POSITIVE = 0.01  # nats, of a batch; below, log-probabilities near 0 may be rounded
 _CHECKED: set[type] = set()  # classes of losses whose `ref_logps` on an accelerator were looked at
 
 
 def _warn_of_positive(name: str, ref_logps: Tensor, loss: type) -> None:
-    """Warn of log-probabilities above 0, which are likely losses: they have the other sign.
+    """Warn of log-probabilities whose sum is above 0, which are likely losses: they have the other sign.
 
-    No error, because a margin may be added to them. On an accelerator, where the host waits for their maximum, the
-    first call of each class of losses alone is looked at.
+    The sum, and no error, because a margin may be added to some of them. On an accelerator, where the host waits for
+    it, the first call of each class of losses alone is looked at.
     """
     if not ref_logps.numel() or not host_may_sync(ref_logps) or (not on_host(ref_logps) and loss in _CHECKED):
         return
     _CHECKED.add(loss)
-    highest = float(ref_logps.max())
-    if highest > _POSITIVE:
+    if float(ref_logps.sum()) > _POSITIVE:
         warnings.warn(
-            f"{name} has values above 0, up to {highest:.3g}, and a log-probability is at most 0: pass "
-            "log-probabilities, not losses (the negative ones) or probabilities",
+            f"{name} is above 0 on average, up to {float(ref_logps.max()):.3g}, and a log-probability is at most 0: "
+            "pass log-probabilities, not losses (the negative ones) or probabilities",
             UserWarning,
             stacklevel=2,
         )

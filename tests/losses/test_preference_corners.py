@@ -451,7 +451,7 @@ def test_positive_reference_log_probabilities_warn():
     logps = linear_token_stats(weight, hidden, target).logps
     loss = LigerFusedLinearDPOLoss()
     for losses in (-logps, -logps.sum(-1)):
-        with pytest.warns(UserWarning, match=r"ref_logps has values above 0, up to [\d.]+, .* not losses"):
+        with pytest.warns(UserWarning, match=r"ref_logps is above 0 on average, up to [\d.]+, .* not losses"):
             loss(weight, hidden, target, ref_logps=losses)
     logps[:, 0] = 3.0
     loss(weight, hidden, target, ref_logps=logps.clamp(max=1e-3))
