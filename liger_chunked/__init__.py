@@ -107,6 +107,7 @@ if TYPE_CHECKING:
         UnpairedPreferenceMetrics,
         VocabShard,
     )
+    from liger_chunked.what_ran import Explanation, explain
 
 __version__ = "0.1.0"
 
@@ -120,6 +121,7 @@ __all__ = [
     "DistillationMetrics",
     "DraftMetrics",
     "Examples",
+    "Explanation",
     "KeptIds",
     "LigerCrossEntropyLoss",
     "LigerFusedLinearBCOLoss",
@@ -162,6 +164,7 @@ __all__ = [
     "adaptive_entropy_coef",
     "defer_logits",
     "estimate_memory",
+    "explain",
     "liger_cross_entropy",
     "liger_geglu",
     "liger_layer_norm",
@@ -203,7 +206,7 @@ _MODULES = (
 )
 _HOMES = (
     "types", "kept_ids", "teachers", "engine", "losses", "kernels", "layers", "modules", "memory", "deferred",
-    "scoring", "cache",
+    "scoring", "cache", "what_ran",
 )  # fmt: skip
 _OF_TRANSFORMERS = (
     "AutoLigerKernelForCausalLM",

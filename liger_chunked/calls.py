@@ -18,6 +18,7 @@ from liger_chunked.kernels.operands import all_plain, plain
 from liger_chunked.private import skip_frame, tracing_callback
 from liger_chunked.shapes import shapes_only
 from liger_chunked.types import AdaptedWeight, Weight
+from liger_chunked.what_ran import RECORD, asked_by
 
 T = TypeVar("T")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -92,7 +93,9 @@ class LossType(ABCMeta):
         """Build a loss; evaluate it if positional arguments are tensors."""
         if args and arguments.are_data(cls, args, (Tensor, AdaptedWeight)):
             settings, data = arguments.split(cls, kwargs)
-            return cls(**settings)(*args, **data)
+            loss: Any = cls(**settings)
+            vars(loss).pop(RECORD, None)  # of one call: nobody can explain it, and each step has another
+            return loss(*args, **data)
         try:
             loss = super().__call__(*args, **kwargs)
         except TypeError:
@@ -212,7 +215,8 @@ def entry_point(function: Function) -> Function:
         if not (shapes_only() or all_plain((*args, *kwargs.values()))):
             args, kwargs = as_plain(args, kwargs)
         try:
-            return function(*args, **kwargs)
+            with asked_by(vars(args[0]).get(RECORD) if is_method and args else None):
+                return function(*args, **kwargs)
         except TypeError:
             explained = explain(owner, args, kwargs)
             if explained is None:  # the call binds, so the error is from within

@@ -129,7 +129,7 @@ def show(case: Case, free: int | None) -> None:
     parts = asdict(found)
     sizes = f"vocabulary {case.settings['vocab_size']}, hidden size {case.settings['hidden_size']}"
     title = f"{case.loss}, {' x '.join(map(str, case.shape))} tokens, {sizes}: MiB above the inputs"
-    notes = ["This is the loss alone, with its gradients: no weights, no optimizer, no other layers."]
+    notes = [_assumed(case), "This is the loss alone: no weights, no optimizer, no other layers."]
     tables.show(title, ["", "peak", *parts], [["fused", *map(_mib, (found.peak, *parts.values()))]], notes)
     if free is None:
         return
@@ -139,6 +139,22 @@ def show(case: Case, free: int | None) -> None:
     notes = [f"or more: the search ends at a batch of {_MOST} tokens."] if is_last else []
     fits = f"{n} or more" if is_last else f"{n}"
     tables.show(f"What fits in {_in_words(free)}", ["", unit], [["fused", fits]], notes)
+    print(f"{'fits' if found.peak <= free else 'does not fit'}: {_in_words(found.peak)} of {_in_words(free)}")
+
+
+def _assumed(case: Case) -> str:
+    """Return what the estimate assumes, from the settings and their defaults."""
+    settings = case.settings
+    dtype, autocast = (str(settings.get(name)).removeprefix("torch.") for name in ("dtype", "autocast"))
+    gradients = [name for name in ("head", "input") if settings.get(f"trainable_{name}", True)]
+    valid, budget = settings.get("valid"), settings.get("logits_budget")
+    return (
+        f"Assumed: weight and hidden states in {dtype}"
+        + ("" if autocast == "None" else f", {autocast} autocast")
+        + f", gradients of {' and '.join(gradients) or 'nothing'}, "
+        + ("a target at each token" if valid is None else f"{valid if isinstance(valid, int) else sum(valid)} targets")
+        + f", logits_budget {'automatic' if budget is None else budget}."
+    )
 
 
 def _mib(n: int) -> str:

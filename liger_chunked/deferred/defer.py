@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from liger_chunked.deferred.swap import STOCK, Patch, patch_of, set_patch
 from liger_chunked.kernels.operands import all_plain
 from liger_chunked.private import HAS_STAND_INS, has_children, transforms_are_active
 from liger_chunked.types import budget_bytes
+from liger_chunked.what_ran import RECORD, record_of
 
 _LOGGER = logging.getLogger("liger_chunked")
 
@@ -198,26 +200,31 @@ def is_deferring(head: nn.Module) -> bool:
     return SETTINGS in vars(head)
 
 
-def set_deferral(head: nn.Module, deferral: Deferral | None) -> None:
+def set_deferral(head: nn.Module, deferral: Deferral | None, model: nn.Module | None = None) -> None:
     """Let a head defer as `deferral` says; None: never again, with the class it had.
 
     A head that no fused loss computes returns real logits; a line in the log says why, once.
+
+    Args:
+        model: the model around the head, which the log names. None: the head is named.
     """
     for module in head.modules():
-        for name in (SETTINGS, OWNER):
+        for name in (SETTINGS, OWNER, RECORD):
             vars(module).pop(name, None)
         if isinstance(patch_of(module), DeferringLayer):
             set_patch(module, None)
     if deferral is None:
         return
-    vars(head)[SETTINGS] = deferral
+    record = record_of(head)
+    record.owner = weakref.ref(head if model is None else model)
+    vars(head).update({SETTINGS: deferral, RECORD: record})
     try:
         layers = _layers(head)
     except ValueError as refusal:
         _log_reason(head, str(refusal))
         return
     for layer in layers:
-        vars(layer)[SETTINGS] = deferral
+        vars(layer).update({SETTINGS: deferral, RECORD: record})
         if layer is not head:
             vars(layer)[OWNER] = head
         set_patch(layer, DeferringLayer())

@@ -25,6 +25,7 @@ from liger_chunked.dtensor import any_dtensor, distributed_like
 from liger_chunked.engine.surroundings import isolated
 from liger_chunked.private import graph_is_retained, version_of, with_autograd, without_torch_function
 from liger_chunked.types import AdaptedWeight, Head
+from liger_chunked.what_ran import asked_by
 
 
 class HeadRows(NamedTuple):
@@ -72,7 +73,8 @@ class Pass:
         self._leaves: list[list[tuple[Source, list[Tensor | None]]]] = []
         sides = []
         first = self.plans[0].sources[0][0]
-        with isolated(), torch.set_grad_enabled(wants_grad), first.modes():
+        records = [plan.sources[0][0].record for plan in self.plans]
+        with isolated(), torch.set_grad_enabled(wants_grad), first.modes(), asked_by(*records):
             for plan in self.plans:
                 leaves = [(source, _leaves(source, wants_grad)) for source, _ in plan.sources]
                 self._leaves.append(leaves)
@@ -315,4 +317,5 @@ def run_live(z: DeferredLogits, compute: Callable[[Head, Tensor], Any]) -> Any:
         weight, bias, rows = _head_rows(plan, leaves, functools.partial(down, first.owner))
         if first.owner is not None and rows.requires_grad:
             rows.register_hook(lambda g: first.check_merged())
-        return compute(Head(weight, bias), rows)
+        with asked_by(first.record):
+            return compute(Head(weight, bias), rows)

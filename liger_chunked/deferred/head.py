@@ -14,6 +14,7 @@ from liger_chunked.deferred.gradient import LazyGradient, Term
 from liger_chunked.deferred.logits import DeferredLogits, Source
 from liger_chunked.engine.surroundings import hooks_active
 from liger_chunked.private import without_torch_function
+from liger_chunked.what_ran import RECORD
 
 OWNER = "_liger_owner"  # attribute of a layer that defers: the head around it, if it is another module
 
@@ -99,6 +100,9 @@ def product(
     """Return the stand-in for a layer's call. `asked` is the current `Request`; the rest as in `Source`."""
     source = Source(hidden, weight, bias, settings, f"the head ({type(layer).__name__})", vars(layer).get(OWNER))
     source.withheld, source.forward, source.dequantize = asked.withhold, forward, dequantize
+    source.record = record = vars(layer).get(RECORD)
+    if record is not None:
+        record.real_logits = None
     if asked.sources is not None:
         asked.sources.append(source)
     # In inference mode autograd has nothing to save for, also where somebody enabled gradients there.

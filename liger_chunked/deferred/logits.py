@@ -61,6 +61,7 @@ from liger_chunked.private import (
     without_torch_function,
 )
 from liger_chunked.types import Head, LogitOptions, StandIn
+from liger_chunked.what_ran import Record
 
 _LOGGER = logging.getLogger("liger_chunked")
 
@@ -94,6 +95,7 @@ class Source:
             does through `weight.data`, unnoticed by autograd.
         forward: computes the real product of a layer that is no plain `nn.Linear`; else None.
         dequantize: returns the weight of a quantized layer, from its tensor and the dtype of hidden states; else None.
+        record: of what the losses of these logits ran, for `explain`.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class Source:
         self.owner = owner
         self.forward: Callable[[Tensor], Tensor] | None = None
         self.dequantize: Callable[[Any, torch.dtype], Tensor] | None = None
+        self.record: Record | None = None
         self.needs = (False, False, False)
         self.asked_by: str | None = None
         self.withheld = self.gave_zero = False
@@ -381,6 +384,8 @@ class DeferredLogits(Lazy, StandIn):
             for source in self._cell.node.sources:
                 if source.asked_by is None:
                     source.asked_by = _log_use(source, _ASKING[-1] if _ASKING else name)
+                    if source.record is not None:
+                        source.record.real_logits = source.asked_by
 
     # Interception
 

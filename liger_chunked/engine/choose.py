@@ -36,6 +36,7 @@ from liger_chunked.kernels.kept import Entries
 from liger_chunked.kernels.tuning.generic import KEPT_OF_VOCAB, SMALLEST_OF_KEPT, SMALLEST_OF_LIVE_ROWS
 from liger_chunked.shapes import shapes_only
 from liger_chunked.types import DIFFERENTIABLE, HeadTensors, LogitOptions, LossHead, accumulation_dtype
+from liger_chunked.what_ran import noted
 
 
 def logit_bytes(options: LogitOptions, dtype: torch.dtype) -> int:
@@ -208,7 +209,7 @@ def for_loss(
         may_use_epilogue,
     )
     rows, scattered = scatter_rows(rows, layout.chunks, head)
-    return Plan(
+    plan = Plan(
         rows=rows,
         dtype=dtype,
         options=options,
@@ -219,6 +220,7 @@ def for_loss(
         **layout._asdict(),
         skips_rows=_skips_rows(head, rows, budget, len(layout.chunks), on_gpu=skips_rows),
     )
+    return noted(plan, head)
 
 
 def _of_shapes(rows: Rows, dtype: torch.dtype, options: LogitOptions, outputs: tuple[str, ...] = ()) -> Plan:
@@ -288,7 +290,7 @@ def for_statistics(
         tiles = cutting.tiles(n_valid, columns, budget.logits(0, bytes_per_logit), square=True)
     chunks = (Chunk(slice(0, n_valid), slice(0, n_valid)),)
     rows, scattered = scatter_rows(rows, chunks, head)
-    return Plan(
+    plan = Plan(
         rows=rows,
         scattered=scattered,
         chunks=chunks,
@@ -303,6 +305,7 @@ def for_statistics(
         shard=head.shard,
         skips_rows=needs_grad and _skips_rows(head, rows, budget, 1, on_gpu=True),
     )
+    return noted(plan, head)
 
 
 def _batch_invariant(head: LossHead, n_valid: int, dtype: torch.dtype, most_rows: int) -> tuple[Path, Tiles]:
@@ -360,7 +363,7 @@ def for_kept(
     budget, bytes_per_logit = budget_of(head, options, dtype), accumulation_dtype(dtype).itemsize
     _warn_of_few_rows(budget, bytes_per_logit, rows.n_valid)
     tiles = cutting.tiles(rows.n_valid, head.columns, budget.logits(0, bytes_per_logit), square=True)
-    return Plan(
+    plan = Plan(
         rows=rows,
         chunks=(Chunk(slice(0, rows.n_valid), slice(0, rows.n_valid)),),
         tiles=(tiles,),
@@ -373,6 +376,7 @@ def for_kept(
         kept=kept,
         skips_rows=_skips_rows(head, rows, budget, 1, on_gpu=False),
     )
+    return noted(plan, head)
 
 
 def for_distillation(
@@ -413,7 +417,7 @@ def for_distillation(
         chunks = tuple(Chunk(part, part) for part in shared.pieces(slice(0, n_valid), chunk_tokens))
         tiles = tuple(shared.tiles(chunk.row_slice, head.columns, tile_rows) for chunk in chunks)
     rows, scattered = scatter_rows(rows, chunks, head)
-    return Plan(
+    plan = Plan(
         rows=rows,
         scattered=scattered,
         chunks=chunks,
@@ -425,6 +429,7 @@ def for_distillation(
         shard=head.shard,
         teacher_dtype=teacher_dtype,
     )
+    return noted(plan, head)
 
 
 def source_of_loss(plan: Plan, head: HeadTensors, sink: Sink | None) -> Source:

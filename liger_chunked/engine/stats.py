@@ -43,6 +43,7 @@ from liger_chunked.types import (
     accumulation_dtype,
     shown,
 )
+from liger_chunked.what_ran import note_kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,9 +173,11 @@ def stats_of_kept(
         found = of_part(~placed.has_entries, kept=placed.entries)
     else:
         found = kept_token_stats(head, input, placed, outputs, options, flat_temperature, dtype)
+    note_kept(placed.n_kept, n_ids, by_products, head, options, dtype)
     if not placed.n_whole:
         return found
     others = of_part(placed.has_entries, batch_invariant=batch_invariant)
+    note_kept(placed.n_kept, n_ids, True, head, options, dtype)
     pairs, is_kept = zip(found, others, strict=True), placed.has_entries
     return TokenStats(*(None if a is None or b is None else a.where(is_kept, b.reshape(-1)) for a, b in pairs))
 

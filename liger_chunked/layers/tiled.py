@@ -49,6 +49,7 @@ from liger_chunked.kernels.backend import first_derivative
 from liger_chunked.kernels.operands import all_plain
 from liger_chunked.private import HAS_VERSIONS, graph_task_id, own_tensors, version_of
 from liger_chunked.types import accumulation_dtype, described, shown
+from liger_chunked.what_ran import note_tiles
 
 Tokens: TypeAlias = bool | int | Literal["auto"]
 """Tokens of a tile. True: chosen by the sizes of the block. "auto": so, where it saves memory. False: one tile."""
@@ -203,6 +204,7 @@ def tiled(function: Function, module: nn.Module, x: Tensor, tokens: int) -> Tens
             f"deepspeed.utils.set_z3_leaf_modules(model, [{type(module).__name__}]) before deepspeed.initialize, or "
             f"pass Accelerate's DeepSpeedPlugin transformer_moe_cls_names={type(module).__name__!r}"
         )
+    note_tiles(module, x.shape[:-1].numel(), tokens)
     block = _Block(function, module, tokens, x)
     if not (torch.is_grad_enabled() and (x.requires_grad or tensors)):
         return block.forward(x)

@@ -15,6 +15,7 @@ from liger_chunked.arguments import of_constructor
 from liger_chunked.calls import FixedSettings, LossType
 from liger_chunked.engine import Fused, Group, Objective, Rows, fused_loss
 from liger_chunked.types import OUTPUTS, LogitOptions, LossHead
+from liger_chunked.what_ran import RECORD, Record
 
 
 def check_declared(loss: Any, name: str, statistics: tuple[str, ...], scopes: tuple[str, ...]) -> None:
@@ -57,6 +58,12 @@ class FusedLoss(FixedSettings, metaclass=LossType):
 
     options: LogitOptions
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        constructor = vars(cls).get("__init__")
+        if constructor is not None and constructor.__doc__ is None:  # else `help` of it shows nn.Module's
+            constructor.__doc__ = cls.__doc__
+
     def logged_metrics(self, metrics: Any) -> Mapping[str, float | Tensor]:
         """Return metrics of your own that a `Liger*Trainer` logs beside its own, by name. Override it; it returns none.
 
@@ -75,6 +82,7 @@ class FusedLoss(FixedSettings, metaclass=LossType):
             name = type(self).__name__
             raise RuntimeError(f"{name}.__init__ does not call super().__init__(): call it first, with beta and so on")
         self._fixed = _settings_of(type(self))
+        vars(self)[RECORD] = Record(self)
 
 
 class StatsLoss(FusedLoss):

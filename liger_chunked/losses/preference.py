@@ -389,7 +389,7 @@ class LigerFusedLinearPreferenceBase(SequenceLoss, ABC):
         if ref_logps.ndim == 2 and self.needs_token_ref_logps:
             raise ValueError(
                 f"ref_logps must be {tuple(target.shape)}, one value a token, with ld_alpha={self.ld_alpha}, which "
-                f"weighs tokens: got one a sequence, {tuple(target.shape[:1])}"
+                f"weighs tokens: got one a sequence, {(lengths.numel(),)}"
             )
         return ref_logps
 

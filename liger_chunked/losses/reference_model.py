@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from liger_chunked.engine import Rows, Sequences, check_projection, stats_of_kept, token_stats, whole
+from liger_chunked.engine.checks import host_may_sync
 from liger_chunked.kept_ids import KeptIds
+from liger_chunked.kernels.backend import on_host
 from liger_chunked.losses.base import SequenceLoss, StatsLoss
 from liger_chunked.types import LOWEST_LOGP, LossHead, Weight, accumulation_dtype
 
@@ -95,7 +97,30 @@ def reference_logps(
     ref_logps = rows.arrange(whole(ref_logps, sequences) if per_token else ref_logps)
     # Padding may hold NaN.
     ref_logps = torch.where(rows.mask, ref_logps, 0.0) if per_token else ref_logps
+    _warn_of_positive(logps_name, ref_logps, type(loss))
     return ref_logps.clamp(min=LOWEST_LOGP)
+
+
+_POSITIVE = 0.01  # nats, of a batch; below, log-probabilities near 0 may be rounded
+_CHECKED: set[type] = set()  # classes of losses whose `ref_logps` on an accelerator were looked at
+
+
+def _warn_of_positive(name: str, ref_logps: Tensor, loss: type) -> None:
+    """Warn of log-probabilities whose sum is above 0, which are likely losses: they have the other sign.
+
+    The sum, and no error, because a margin may be added to some of them. On an accelerator, where the host waits for
+    it, the first call of each class of losses alone is looked at.
+    """
+    if not ref_logps.numel() or not host_may_sync(ref_logps) or (not on_host(ref_logps) and loss in _CHECKED):
+        return
+    _CHECKED.add(loss)
+    if float(ref_logps.sum()) > _POSITIVE:
+        warnings.warn(
+            f"{name} is above 0 on average, up to {float(ref_logps.max()):.3g}, and a log-probability is at most 0: "
+            "pass log-probabilities, not losses (the negative ones) or probabilities",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 def without_reference(loss: SequenceLoss, lengths: Tensor) -> Tensor:

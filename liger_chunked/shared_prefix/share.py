@@ -16,13 +16,14 @@ from transformers import PreTrainedModel
 
 from liger_chunked.device import is_on_gpu
 from liger_chunked.integrations.transformers.attach import attach_head
-from liger_chunked.integrations.transformers.detect import inner_model
+from liger_chunked.integrations.transformers.detect import head_of, inner_model
 from liger_chunked.integrations.transformers.head_input import HeadFn, HeadInput, kept
 from liger_chunked.shared_prefix.attention import BLOCK, serve
 from liger_chunked.shared_prefix.inputs import TAKE_DENSE, dtype_of, implementation_of, model_inputs, windows_of
 from liger_chunked.shared_prefix.served import ROUTER, facts_of, hidden_states_of, why_not_shared
 from liger_chunked.shared_prefix.trie import PackedTrie, TriePlan, gather_rows, plan_trie
 from liger_chunked.types import Head
+from liger_chunked.what_ran import record_of, sharing
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,9 @@ class SharedBatch:
         """
 
         def on_padded_batch(head: Head, input: HeadInput) -> Any:
-            return head_fn(head, replace(input, hidden_states=self.hidden_states(input.hidden_states, logits_to_keep)))
+            input = replace(input, hidden_states=self.hidden_states(input.hidden_states, logits_to_keep))
+            with sharing(self.trie.input_ids.numel(), self.trie.tokens):
+                return head_fn(head, input)
 
         return on_padded_batch
 
@@ -94,13 +97,16 @@ def share_pass(
     if reason is None:
         plan = _plan(model, arguments["input_ids"], arguments.get("attention_mask"), with_trailing)
         reason = _reason_of_padding(model, plan, with_trailing)
+    worthwhile = plan is not None and plan.saved >= (0 if always else WORTHWHILE)
+    if (head := head_of(model)) is not None:
+        record_of(head).apart = reason or (None if worthwhile else "sharing would save less than a tenth of the tokens")
     if reason is not None:
         if always:
             raise ValueError(f"{type(model).__name__} cannot share prompts: {reason}")
         _log_refusal(model, reason)
         return None
     assert plan is not None
-    return _logged(model, _share(model, plan)) if plan.saved >= (0 if always else WORTHWHILE) else None
+    return _logged(model, _share(model, plan)) if worthwhile else None
 
 
 _KNOWN_ARGUMENTS = (

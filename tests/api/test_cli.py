@@ -121,6 +121,21 @@ def test_largest_batch(loss):
     assert n > 0 and n % step == 0 and peak(n) <= free < peak(n + step)
 
 
+def test_memory_says_what_it_assumes_and_whether_it_fits(capsys):
+    printed = out(capsys, "memory", "dpo", *SIZES, "--free", "2GiB")
+    assert "Assumed: weight and hidden states in bfloat16, gradients of head and input, a target at each token, " in (
+        " ".join(printed.split())
+    )
+    assert re.fullmatch(r"fits: [\d.]+ MiB of 2.0 GiB", printed.splitlines()[-1])
+    assert re.fullmatch(
+        r"does not fit: [\d.]+ MiB of 1.0 MiB",
+        out(capsys, "memory", "dpo", *SIZES, "--free", "1MiB").splitlines()[-1],
+    )
+    settings = ["--valid", "700", "--frozen-head", "--autocast", "float16", "--dtype", "float32"]
+    printed = " ".join(out(capsys, "memory", "jsd", *SIZES, "--logits-budget", "32MiB", *settings).split())
+    assert "in float32, float16 autocast, gradients of input, 700 targets, logits_budget 32MiB." in printed
+
+
 def test_what_fits(capsys):
     printed = out(capsys, "memory", "dpo", *SIZES, "--free", "512MiB")
     fits = table(printed[printed.index("What fits") :])

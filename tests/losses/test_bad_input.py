@@ -381,6 +381,12 @@ CASES = {
         lambda: dpo({"ld_alpha": 0.5}, ref_logps=f64(B)),
         rf"ref_logps must be \({B}, {T}\), one value a token, with ld_alpha=0.5.*got one a sequence, \({B},\)",
     ),
+    "ld_alpha-ref_logps-packed": (
+        lambda: LigerFusedLinearDPOLoss(ld_alpha=0.5)(
+            f64(V, H), f64(10, H), ids(10), ref_logps=-f64(4).abs(), cu_seqlens=torch.tensor([0, 2, 5, 8, 10])
+        ),
+        r"ref_logps must be \(10,\), one value a token, with ld_alpha=0.5.*got one a sequence, \(4,\)",
+    ),
     "weighting-of-a-sort": (
         lambda: LigerFusedLinearDPOLoss(use_weighting=True, loss_type=["sigmoid", "aot"]),
         "use_weighting needs a loss per pair, which .*'aot', 'aot_unpaired', 'sft'.* do not have, got .*'aot'",

@@ -21,6 +21,7 @@ from liger_chunked import (
     LigerFusedLinearSimPOLoss,
     Pairs,
     PreferenceMetrics,
+    linear_token_stats,
 )
 from liger_chunked.compat.chunked_loss import PairMetrics
 from liger_chunked.losses.formulas import complement, log_odds
@@ -440,3 +441,18 @@ def test_tpo_is_cpo_and_a_cross_entropy(loss_type):
 
     names = ("weight", "input", "bias", "gold_input")
     assert_same(evaluate(ours, batch, names), evaluate(exact, batch, names), 1e-10)
+
+
+def test_positive_reference_log_probabilities_warn():
+    """They are likely losses. At ignored tokens they may be anything, and rounding may exceed 0 a little."""
+    torch.manual_seed(0)
+    weight, hidden, target = torch.randn(11, 4), torch.randn(4, 3, 4), torch.randint(11, (4, 3))
+    target[:, 0] = -100
+    logps = linear_token_stats(weight, hidden, target).logps
+    loss = LigerFusedLinearDPOLoss()
+    for losses in (-logps, -logps.sum(-1)):
+        with pytest.warns(UserWarning, match=r"ref_logps is above 0 on average, up to [\d.]+, .* not losses"):
+            loss(weight, hidden, target, ref_logps=losses)
+    logps[:, 0] = 3.0
+    loss(weight, hidden, target, ref_logps=logps.clamp(max=1e-3))
+    loss(weight, hidden, target, ref_logps=logps)

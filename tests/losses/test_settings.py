@@ -606,3 +606,9 @@ def test_a_budget_of_less_than_a_row():
         LigerFusedLinearCrossEntropyLoss(logits_budget=16000)(weight, input, target)
     # Few tokens need only a few rows.
     LigerFusedLinearCrossEntropyLoss(logits_budget=16001)(weight, input[:8], target[:8])
+
+
+def test_help_of_a_constructor_is_that_of_its_class():
+    """It was nn.Module's: "Initialize internal Module state"."""
+    for cls in (LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss, LigerFusedLinearCrossEntropyLoss):
+        assert inspect.getdoc(cls.__init__) == inspect.getdoc(cls) and "Args:" in inspect.getdoc(cls.__init__)

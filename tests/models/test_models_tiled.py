@@ -130,6 +130,8 @@ def test_what_is_refused_or_left_alone():
         apply_liger_kernel(model, tiled_mlp=True, swiglu=False)
     with pytest.raises(TypeError, match="unknown switches"):
         apply_liger_kernel(model, tile_mlp=True)
+    with pytest.raises(TypeError, match=r"unknown switches \['tiled_mlps'\]: did you mean 'tiled_mlp'\?; there are "):
+        apply_liger_kernel(model, tiled_mlps="auto")
     experts = BY_ID["mixtral"].build()
     with pytest.raises(ValueError, match="tiled_mlp matches nothing in mixtral, which has no gated MLP beside experts"):
         apply_liger_kernel(experts, tiled_mlp=True)

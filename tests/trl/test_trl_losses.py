@@ -16,7 +16,7 @@ pytest.importorskip("trl")
 import tiny
 import torch
 import trl
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from trl_kinds import KINDS, PLAIN, SEQUENCES, Log, assert_same, build, of_family, rare, recorder, run
 
@@ -334,6 +334,27 @@ def test_a_parameter_of_the_loss(tmp_path):
     assert abs(loss.margin.item() - 0.5) > 1e-3
     loss.margin.requires_grad_(False)
     build(tmp_path, "DPO", ours=True, loss=loss, **none)
+
+
+def test_a_parameter_of_the_loss_beside_an_adapter(tmp_path):
+    """PEFT saves what `modules_to_save` names. A parameter that it would train and drop is refused."""
+    config = {"r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+    none, loss, model = {"ref_model": None}, Learned(), get_peft_model(tiny.model(), LoraConfig(**config))
+    model.own_loss = loss
+    with pytest.raises(ValueError, match=r"margin \(\) .* which PEFT would train and not save: .* modules_to_save="):
+        build(tmp_path, "DPO", ours=True, loss=loss, model=model, **none)
+    model = tiny.model()
+    model.own_loss = Learned()
+    model = get_peft_model(model, LoraConfig(**config, modules_to_save=["own_loss"]))
+    loss = model.base_model.model.own_loss.modules_to_save["default"]
+    trainer = build(tmp_path, "DPO", ours=True, loss=loss, model=model, **none)
+    trainer.train()
+    trainer.save_model(tmp_path / "saved")
+    assert abs(loss.margin.item() - 0.5) > 1e-3
+    model = tiny.model()
+    model.own_loss = Learned()
+    loaded = PeftModel.from_pretrained(model, tmp_path / "saved")
+    assert torch.equal(loaded.base_model.model.own_loss.modules_to_save["default"].margin, loss.margin)
 
 
 def test_a_loss_without_a_reference_needs_none(train):

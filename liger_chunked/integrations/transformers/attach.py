@@ -41,7 +41,7 @@ def update(model: PreTrainedModel, **reasons: Any) -> None:
         return
     head = head_of(model)
     if head is not None:
-        set_deferral(head, state.deferral if STATE in vars(model) else None)
+        set_deferral(head, state.deferral if STATE in vars(model) else None, model)
 
 
 def fuse(model: PreTrainedModel, fusion: Fusion | None) -> None:
@@ -54,7 +54,8 @@ def attach_head(model: nn.Module) -> None:
 
     The model's own forward runs, with its autocast, hooks and wrappers. Its `lm_head` computes nothing; `fn` gets the
     `Head` and a `HeadInput` inside the head's call, where FSDP and ZeRO have gathered its parameters. It returns a
-    tensor, or tensors in a tuple, dict or `ModelOutput`.
+    tensor, or tensors in a tuple, dict or `ModelOutput`. A model that is neither attached nor patched drops the
+    keyword, as transformers does with any that it does not know: call `run_head`, which raises then.
 
     Args:
         model: a transformers model, maybe wrapped (DDP, PEFT).

@@ -17,11 +17,13 @@ from liger_chunked.integrations.transformers.detect import inner_model
 from liger_chunked.integrations.transformers.forward import STATE
 from liger_chunked.integrations.transformers.patch import apply_liger_kernel, lists_switches, revert_model
 from liger_chunked.integrations.transformers.report import APPLIED, FUSED, Applied
+from liger_chunked.what_ran import RECORD, unrecorded
 
 _CHANGED = (
     STATE,
     APPLIED,
     SETTINGS,
+    RECORD,
     "_loss_function",
     "forward",
     "_old_forward",
@@ -124,7 +126,7 @@ def check_model(
         "cross_entropy": cross_entropy,
         FUSED: fused_linear_cross_entropy,
     }
-    with _as_found(model), torch.random.fork_rng(), torch.autocast(inner.device.type, enabled=False):
+    with _as_found(model), unrecorded(), torch.random.fork_rng(), torch.autocast(inner.device.type, enabled=False):
         if APPLIED not in vars(inner) or any(x is not None for x in options.values()):
             apply_liger_kernel(inner, **options)
         applied = vars(inner)[APPLIED]

@@ -140,7 +140,7 @@ def hold_head(model: PreTrainedModel) -> None:
 def _hold(model: PreTrainedModel, head: nn.Module) -> None:
     state = state_of(model)
     if state is not None and deferral_of(head) != state.deferral:
-        set_deferral(head, state.deferral)
+        set_deferral(head, state.deferral, model)
 
 
 # Calls that wait for their forward: a number that Dynamo can read, and the innermost of each thread.

@@ -46,7 +46,8 @@ class Found:
     def add_layer(self, module: nn.Module, cls: Any) -> None:
         binding = binding_of(cls)
         if binding is None:
-            reason = _OTHER_CODE if source.looks_like_layer(cls) else None
+            looks_like_ours = source.looks_like_layer(cls) or source.looks_like_norm(module, cls)
+            reason = _OTHER_CODE if looks_like_ours else None
         elif (reason := _refusal(module, cls, binding)) is None:
             self.layers.append((binding.switch(module), module, binding))
         if reason is not None:

@@ -59,8 +59,11 @@ OPTIONS = ("logits_budget", TILED, "defer_in_evaluation")  # of `apply_liger_ker
 
 
 def check_switches(names: set[str]) -> None:
-    if unknown := names - {*SWITCHES, *OPTIONS}:
-        raise TypeError(f"unknown switches {sorted(unknown)}; there are {sorted(SWITCHES)}")
+    known = [*sorted(SWITCHES), *OPTIONS]
+    if unknown := sorted(names - {*known}):
+        close = {near: None for name in unknown for near in difflib.get_close_matches(name, known, n=1, cutoff=0.85)}
+        hint = f": did you mean {', '.join(map(repr, close))}?" if close else ""
+        raise TypeError(f"unknown switches {unknown}{hint}; there are {known}")
 
 
 # Class, layer, and the attributes named unlike the arguments of `Layer.run`. Frequent ones come first: a row's module

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from liger_chunked.what_ran import APPLIED as APPLIED
+
 FUSED = "fused_linear_cross_entropy"
-APPLIED = "_liger_applied"
 
 
 @dataclass

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
+from torch import nn
+
 from liger_chunked.deferred.code import foreign_code, unwrapped
 from liger_chunked.integrations.transformers.detect import parsed
 
@@ -202,6 +204,20 @@ def repeats_angles(cls: Any) -> bool:
     names = getattr(inspect.unwrap(cls.forward), "__code__", None)
     repeats = names is not None and "repeat_interleave" in names.co_names
     return repeats or (read is not None and _TWICE.search(read[0]) is not None)
+
+
+def looks_like_norm(module: nn.Module, cls: Any) -> bool:
+    """Whether a module without parts and buffers has "norm" in its name, an inverse root in its code, or torch's norms.
+
+    For norms of other names than `looks_like_layer` knows. Blocks have parts, and frozen batch norms have buffers.
+    """
+    if cls.__module__.partition(".")[0] == "torch" or module._modules or module._buffers:
+        return False
+    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
+    called = code.co_names if code is not None else ()
+    methods = [getattr(inspect.getattr_static(cls, name, None), "__code__", None) for name in called]
+    names = {*called, *(name for method in methods if method is not None for name in method.co_names)}
+    return "norm" in cls.__name__.lower() or not names.isdisjoint(("rsqrt", "rms_norm", "layer_norm"))
 
 
 def looks_like_layer(cls: Any) -> bool:

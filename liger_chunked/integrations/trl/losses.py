@@ -201,15 +201,24 @@ class LossMixin(ServedTrainer):
     def _check_trains(self, parameters: list[tuple[str, nn.Parameter]]) -> None:
         """Raise ValueError unless the model trains these parameters of the loss.
 
-        The optimizer, DDP and checkpoints know those of the model alone.
+        The optimizer, DDP and checkpoints know those of the model alone, and checkpoints of a model with adapters know
+        the adapters and what `modules_to_save` names.
         """
-        known = {id(x) for x in self.model.parameters() if x.requires_grad}
+        known = {id(x): name for name, x in self.model.named_parameters() if x.requires_grad}
+        adapts = getattr(self.model, "peft_config", None) is not None
         for name, x in parameters:
             if id(x) not in known:
                 raise ValueError(
                     f"{type(self.loss_override).__name__} has the trainable parameter {name} {described(x)}, which the "
                     "model does not train, and so no optimizer would: register the loss on the model before, as in "
                     "model.own_loss = loss, or freeze the parameter. An adapter freezes what the model had before it"
+                )
+            if adapts and ".modules_to_save." not in known[id(x)]:
+                raise ValueError(
+                    f"{type(self.loss_override).__name__} has the trainable parameter {name} {described(x)}, which "
+                    "PEFT would train and not save: set model.own_loss = loss before the adapter, name it in "
+                    "modules_to_save=['own_loss'] of the adapter's config, and pass the copy that PEFT trains, "
+                    "loss=model.base_model.model.own_loss.modules_to_save['default']; or freeze the parameter"
                 )
 
     def _check_made(self) -> None:
