@@ -250,9 +250,11 @@ def expects_triton(device: str) -> bool:
     return device == "cuda" or backend.INTERPRETED
 
 
-@pytest.fixture
-def fresh_process() -> FreshProcesses:
-    return FreshProcesses()
+@pytest.fixture(scope="module")
+def fresh_process() -> Iterator[FreshProcesses]:
+    processes = FreshProcesses()
+    yield processes
+    processes.close()
 
 
 @pytest.fixture

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from liger_chunked.kernels.backend import INTERPRETED
 
@@ -18,7 +23,10 @@ SECONDS = 240  # below the limit of a test, so that the error has the output of 
 
 
 class FreshProcesses:
-    """What the fixture `fresh_process` yields."""
+    """What the fixture `fresh_process` yields. The ranks of a file's tests stay: their imports take seconds."""
+
+    def __init__(self) -> None:
+        self._ranks: list[tuple[multiprocessing.Process, Connection]] = []
 
     def run(self, code: str, *arguments: str) -> str:
         """Run `code` with `arguments` as `sys.argv[1:]`, and return what it prints. Raises if the code fails."""
@@ -34,23 +42,66 @@ class FreshProcesses:
         return done.stdout
 
     def spawn(self, worker: Callable[..., Any], nprocs: int, *arguments: str) -> None:
-        """Run `worker(rank, *arguments)` in `nprocs` processes. Raises the first error of a rank, and ends all."""
-        ranks = torch.multiprocessing.start_processes(
-            work, (worker, arguments), nprocs, join=False, start_method="spawn"
-        )
+        """Run `worker(rank, *arguments)` in `nprocs` processes. Raises the first error of a rank, and then ends all."""
+        self._ranks += [started(rank) for rank in range(len(self._ranks), nprocs)]
         end = time.monotonic() + SECONDS
+        waiting = {connection: process for process, connection in self._ranks[:nprocs]}
         try:
-            while not ranks.join(timeout=1):
-                assert time.monotonic() < end, f"after {SECONDS} s, not all ranks of {worker.__name__} have ended"
-        finally:
-            for process in ranks.processes:
-                process.kill()
+            for connection in waiting:
+                connection.send((worker, arguments))
+            while waiting:
+                ready = wait(waiting, end - time.monotonic())
+                assert ready, f"after {SECONDS} s, {len(waiting)} ranks still run {worker.__name__}"
+                for connection in ready:
+                    error = connection.recv()
+                    assert not error, error
+                    del waiting[connection]
+        except EOFError:  # a rank has ended
+            for process in [*waiting.values()]:
+                process.join(end - time.monotonic())
+            codes = [process.exitcode for process in waiting.values()]
+            self.close()
+            assert not any(codes), f"exit codes of ranks: {codes}"
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        for process, _ in self._ranks:
+            process.kill()
+        self._ranks = []
 
 
-def work(rank: int, worker: Callable[..., Any], arguments: tuple[str, ...]) -> None:
+def started(rank: int) -> tuple[Any, Connection]:
+    context = multiprocessing.get_context("spawn")
+    ours, its = context.Pipe()
+    process = context.Process(target=serve, args=(rank, its), daemon=True)
+    process.start()
+    its.close()
+    return process, ours
+
+
+def serve(rank: int, connection: Connection) -> None:
+    """Run workers, one after another, until the connection ends."""
     torch.set_num_threads(1)
     if INTERPRETED:
         import interpreted
 
         interpreted.mend()
-    worker(rank, *arguments)
+    environment = {**os.environ}
+    while True:
+        try:
+            worker, arguments = connection.recv()
+        except EOFError:
+            return
+        try:
+            worker(rank, *arguments)
+            connection.send(None)
+        except BaseException:
+            connection.send(traceback.format_exc())
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
+        if "accelerate" in sys.modules:
+            sys.modules["accelerate"].state.AcceleratorState._reset_state(reset_partial_state=True)
+        os.environ.clear()
+        os.environ.update(environment)

@@ -28,7 +28,7 @@ QUICK = ["test_few[a-0]", "test_few[b-1]", "test_few[b-2]", *(f"test_fewer_than_
 
 
 @pytest.fixture(scope="module")
-def collected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def shown(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Return what pytest prints with each list of options."""
     folder = tmp_path_factory.mktemp("marks")
     file = folder / "test_marked.py"
@@ -51,12 +51,12 @@ def names(printed: str) -> list[str]:
     return [line.partition("::")[2] for line in printed.splitlines() if "::test_" in line and " " not in line]
 
 
-def test_slow_and_few(collected: dict[str, str]) -> None:
-    assert names(collected["quick"]) == QUICK
-    assert len(names(collected["slow"])) == 16
-    assert names(collected["named"]) == ["test_slow"]
+def test_slow_and_few(shown: dict[str, str]) -> None:
+    assert names(shown["quick"]) == QUICK
+    assert len(names(shown["slow"])) == 16
+    assert names(shown["named"]) == ["test_slow"]
 
 
-def test_a_case_that_few_names_must_exist(collected: dict[str, str]) -> None:
-    assert "`few` names cases that do not exist: ['b-9']" in collected["wrong"]
-    assert len(names(collected["all"])) == 16
+def test_a_case_that_few_names_must_exist(shown: dict[str, str]) -> None:
+    assert "`few` names cases that do not exist: ['b-9']" in shown["wrong"]
+    assert len(names(shown["all"])) == 16
