@@ -94,6 +94,9 @@ def serve(rank: int, connection: Connection) -> None:
             worker, arguments = connection.recv()
         except EOFError:
             return
+        watch = getattr(sys.modules.get("mutate_lines"), "WATCH", None)
+        if watch is not None:  # scripts/mutate.py notes the lines of each test
+            watch.join()
         try:
             worker(rank, *arguments)
             connection.send(None)
