@@ -42,7 +42,7 @@ from eager.grpo import SURROGATES
 from table import Batch, Row, Sizes, evaluate, moved, n_valid
 from torch import Tensor
 
-sys.path.append(str(Path(__file__).parent / "engine"))
+sys.path += [str(Path(__file__).parent / folder) for folder in ("engine", "losses")]
 from test_lora_head import PeftHead, adapted, dense, with_factors, with_weights
 from test_packed import kept, packed
 
