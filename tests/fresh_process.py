@@ -19,7 +19,7 @@ import torch.distributed as dist
 from liger_chunked.kernels.backend import INTERPRETED
 
 ROOT = Path(__file__).parents[1]
-SECONDS = 240  # below the limit of a test, so that the error has the output of the process
+SECONDS = 540  # below the limit of a test, so that the error has the output of the process
 
 
 class FreshProcesses:
