@@ -11,16 +11,16 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 # Neighbouring tests share models, imports and results: worksteal keeps them in one process.
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 
-# Nearly every line of the library, and every test function with a case below a second: see scripts/quick_tests.py.
+# All tests but those marked `slow`, and some cases of those marked `few`: docs/contributing.md says which.
 test: $(VENV)/.dev
 	$(PYTEST) $(TESTS) -m "not gpu"
 	TRITON_INTERPRET=1 $(PYTEST) $(TESTS) -m "triton and not gpu" tests
 
-TESTS := --quick
+TESTS :=
 
 # All cases, about 20 minutes on two cores.
 test-full:
-	$(MAKE) test TESTS=
+	$(MAKE) test TESTS=--slow
 
 # Every combination of parameters: several times as long.
 test-all:
@@ -29,8 +29,8 @@ test-all:
 # Lines of the package that `make test-full` runs. Tracing makes the interpreter several times as slow.
 coverage: $(VENV)/.dev
 	$(INSTALL) pytest-cov
-	$(PYTEST) -m "not gpu" --cov=liger_chunked --cov-report=
-	TRITON_INTERPRET=1 $(PYTEST) -m "triton and not gpu" tests --cov=liger_chunked --cov-append \
+	$(PYTEST) --slow -m "not gpu" --cov=liger_chunked --cov-report=
+	TRITON_INTERPRET=1 $(PYTEST) --slow -m "triton and not gpu" tests --cov=liger_chunked --cov-append \
 		--cov-report=term:skip-covered
 
 lint: $(VENV)/.dev

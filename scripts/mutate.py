@@ -1,14 +1,15 @@
 """Change the library in small ways, and see which changes a set of tests notices.
 
-    python scripts/mutate.py --count 300 --jobs 16 --out suite.json -- -m "not gpu"
-    TRITON_INTERPRET=1 python scripts/mutate.py --alive suite.json --out kernels.json -- -m "triton and not gpu" tests
+    python scripts/mutate.py --count 300 --jobs 16 --out suite.json -- --slow -m "not gpu"
+    TRITON_INTERPRET=1 python scripts/mutate.py --alive suite.json --out kernels.json \
+        -- --slow -m "triton and not gpu" tests
     python scripts/mutate.py --table suite.json kernels.json
 
 or both suites at the same time, which share the mutants:
 
-    python scripts/mutate.py --count 300 --jobs 8 --beside kernels.json --out suite.json -- -m "not gpu" &
+    python scripts/mutate.py --count 300 --jobs 8 --beside kernels.json --out suite.json -- --slow -m "not gpu" &
     TRITON_INTERPRET=1 python scripts/mutate.py --count 300 --jobs 8 --beside suite.json --out kernels.json \
-        -- -m "triton and not gpu" tests
+        -- --slow -m "triton and not gpu" tests
 
 A mutant is one change of one expression or statement: another comparison, `+` for `-`, a constant plus or minus one, a
 dropped `not`, swapped operands, a removed statement, `min` for `max`, another dtype. The script draws `--count` of them
@@ -38,8 +39,7 @@ Where that is not known, tests that name the module come first.
 
 `--table` counts the mutants of several results by folder. A mutant that any of them kills is killed. One that changes
 nothing that a test could see is equivalent: whoever has read it adds `"equivalent": "why"` to it in the result.
-`--killers` names the tests that killed a mutant, a line each: scripts/quick_tests.py keeps those of
-tests/quick/killers.txt. Results are not committed, only the table and these names.
+Results are not committed, only the table.
 
 Needs pytest, and pytest-xdist for `--jobs` above 1. As a pytest plugin, this file orders and reports tests.
 """
@@ -818,13 +818,9 @@ def main() -> int:
     parser.add_argument("--stop-after", type=float, metavar="SECONDS", help="stop then, as if interrupted")
     parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
     parser.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="print the counts of these results")
-    parser.add_argument("--killers", type=Path, nargs="+", metavar="FILE", help="print the tests that killed a mutant")
     options = parser.parse_args(own)
     if options.table:
         print(table(options.table))
-        return 0
-    if options.killers:
-        print(*sorted({test for test in killers_of(options.killers).values() if "::" in test}), sep="\n")
         return 0
     modules, counts = options.modules or [[*FOLDERS]], options.count or [300]
     if len(modules) != len(counts):

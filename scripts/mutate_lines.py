@@ -38,7 +38,7 @@ class Watch:
         self.join()
 
     def join(self) -> None:
-        """Take the test that the process of pytest runs now: a fork of a server may belong to another one than it."""
+        """Take the test that the process of pytest runs now, in a process that a test starts."""
         if MAIN in os.environ:
             self.begin((self.out / f"test-{os.environ[MAIN]}").read_text())
 

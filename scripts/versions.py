@@ -57,14 +57,14 @@ ROWS = (
     Row("newest", "3.14", "2.15.0", "5.24.0", "1.16.0"),
 )
 OTHERS = (
-    *("accelerate", "peft", "datasets", "gguf", "pytest", "pytest-xdist", "hypothesis", "typer", "rich"),
-    *("matplotlib", "tqdm", "pyyaml", "setuptools"),
+    *("accelerate", "peft", "datasets", "gguf", "typer", "rich"),
+    *("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "matplotlib", "tqdm", "pyyaml", "setuptools"),
     "numpy<2.4",  # Triton 3.6 and earlier: the interpreter reads arrays of one element as numbers
 )
 # What to run, by name: environment variables, and arguments of pytest.
 PARTS: dict[str, tuple[dict[str, str], list[str]]] = {
-    "suite": ({}, ["-m", "not gpu"]),
-    "interpreter": ({"TRITON_INTERPRET": "1"}, ["-m", "triton and not gpu", "tests"]),
+    "suite": ({}, ["--slow", "-m", "not gpu"]),
+    "interpreter": ({"TRITON_INTERPRET": "1"}, ["--slow", "-m", "triton and not gpu", "tests"]),
 }
 SHOWN = ("torch", "triton", "transformers", "trl", "peft", "accelerate")
 

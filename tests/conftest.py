@@ -1,29 +1,29 @@
 """Settings of all tests: the device, deterministic operations, and NaN in uninitialized memory.
 
-python -m pytest -n 2                               the suite, on the CPU
-python -m pytest tests/losses                       one folder of it
-TRITON_INTERPRET=1 python -m pytest -m triton       the Triton kernels, in Triton's interpreter
-python -m pytest -m gpu                             the suite, on a CUDA device
+python -m pytest -n 2                                    the quick tests, on the CPU
+python -m pytest --slow tests/losses                     all tests of a folder
+TRITON_INTERPRET=1 python -m pytest --slow -m triton     the Triton kernels, in Triton's interpreter
+python -m pytest --slow -m gpu                           the tests of a CUDA device
 
-`--quick` runs less: of the functions in tests/quick only the cases named there. scripts/quick_tests.py chooses them, so
-that every line of the library still runs. `make test` does this.
+Marks say what runs only with an option:
 
-They deselect tests marked `exhaustive`, and most parameter combinations of tests marked `sampled` (see
-`mark_exhaustive`; `interpreted=True` does so only in the interpreter). `--exhaustive` runs these too.
+- `slow` tests, and most cases of tests marked `few`, need `--slow`. A test that the command line names runs anyway.
+- `exhaustive` tests, and most parameter combinations of tests marked `sampled` (see `mark_exhaustive`;
+  `interpreted=True` does so only in the interpreter), need `--exhaustive`, which includes `--slow`.
 """
 
 from __future__ import annotations
 
 import atexit
 import gc
-import importlib
-import json
+import importlib.util
 import os
 import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 # Deterministic mode requires this setting before cuBLAS starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -31,20 +31,26 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # each core, and on busy ones threads wait for each other most of the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import folders  # noqa: F401
 import interpreted
 import pytest
-import spared  # noqa: F401
 import torch
 from fresh_process import FreshProcesses
 
 from liger_chunked.engine import choose, cutting
 from liger_chunked.kernels import backend
 
+# Python takes any folder for a package: where TRL is not installed, `import trl` would find tests/trl.
+for name in ("kernels", "trl"):
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.origin is None:
+        sys.modules[name] = None  # `import` then raises ImportError
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--exhaustive", action="store_true", help="run the tests marked exhaustive too")
-    parser.addoption("--quick", action="store_true", help="run only the cases that tests/quick names, see there")
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow, and all cases of those marked few")
+    parser.addoption("--exhaustive", action="store_true", help="run all tests: those marked exhaustive or slow too")
+    if importlib.util.find_spec("pytest_timeout") is None:  # on a machine with a GPU, say, without the extra `dev`
+        parser.addini("timeout", "seconds of a test: needs pytest-timeout")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -56,6 +62,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # Hypothesis warns where the garbage collector sees no reference to its generator of random numbers. On Python 3.14
     # it sees none here, because the dictionary that holds the generator is among the frozen objects.
     config.addinivalue_line("filterwarnings", "ignore:It looks like `register_random` was passed an object")
+    config.addinivalue_line("markers", "slow: runs with --slow only")
+    config.addinivalue_line(
+        "markers", "few(n, *ids): n cases run without --slow: those with these ids, the others at equal distances"
+    )
     config.addinivalue_line("markers", "triton: reaches the Triton kernels wherever they run")
     config.addinivalue_line("markers", "ordinary_memory: runs outside deterministic mode")
     config.addinivalue_line("markers", "exhaustive: runs with --exhaustive only")
@@ -129,24 +139,42 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if deselected:
         config.hook.pytest_deselected(items=deselected)
         items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
-    if config.getoption("--quick"):  # last: it names cases of these samples, and a sample of fewer has others
-        leave_out(config, items)
+    if not config.getoption("--slow"):  # last: `few` counts the cases of a sample
+        named = [argument.partition("::") for argument in config.args if "::" in argument]
+        quick = quick_tests(items)
+        quick |= {x for x in items for file, _, test in named if is_named(x, Path(file), test)}
+        config.hook.pytest_deselected(items=[item for item in items if item not in quick])
+        items[:] = [item for item in items if item in quick]
 
 
-def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the cases that tests/quick does not name of the functions that it names."""
-    name = "interpreter.json" if backend.INTERPRETED else "suite.json"
-    kept = {
-        function: {*cases}
-        for function, cases in json.loads((Path(__file__).parent / "quick" / name).read_text()).items()
-    }
+def is_named(item: pytest.Item, file: Path, test: str) -> bool:
+    return item.path == file.resolve() and item.nodeid.partition("::")[2].startswith(test)
 
-    def stays(item: pytest.Item) -> bool:
-        function, bracket, case = item.nodeid.partition("[")
-        return function not in kept or bracket + case in kept[function]
 
-    config.hook.pytest_deselected(items=[item for item in items if not stays(item)])
-    items[:] = [item for item in items if stays(item)]
+def quick_tests(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return the tests that run without `--slow`."""
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if not item.get_closest_marker("slow"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    return {test for tests in cases.values() for test in few(tests)}
+
+
+def few(tests: list[Any]) -> list[pytest.Item]:
+    """Return the cases of one function that its mark `few` chooses, or all."""
+    mark = tests[0].get_closest_marker("few")
+    if mark is None:
+        return tests
+    n, *ids = mark.args
+    missing = {*ids} - {test.callspec.id for test in tests}
+    # A test that the command line names may come without its other cases. The interpreter has fewer of some.
+    if missing and not backend.INTERPRETED and not any("::" in argument for argument in tests[0].config.args):
+        raise pytest.UsageError(f"{tests[0].nodeid}: `few` names cases that do not exist: {sorted(missing)}")
+    chosen = [test for test in tests if test.callspec.id in ids]
+    others = [test for test in tests if test.callspec.id not in ids]
+    n = min(n - len(chosen), len(others))
+    # Neighbouring cases mostly differ in the last parameter alone, and distant ones in more.
+    return chosen + [others[i * len(others) // n] for i in range(n)]
 
 
 def mark_exhaustive(product: list[pytest.Function]) -> None:
@@ -222,9 +250,8 @@ def expects_triton(device: str) -> bool:
     return device == "cuda" or backend.INTERPRETED
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def fresh_process() -> Iterator[FreshProcesses]:
-    """Runs code in processes that have imported torch and nothing else."""
     processes = FreshProcesses()
     yield processes
     processes.close()

@@ -1,8 +1,7 @@
 """The private names of torch, Triton, transformers, TRL, accelerate and PEFT that the package touches.
 
-`PRIVATE` says what each is for, and what happens without it. `found` reads the package's source for names that should
-be listed, and `hide` imports the package without some of them. `python tests/private_names.py` prints the table of
-docs/reliability.md.
+The table of docs/reliability.md lists them. `found` reads the package's source for names that should be listed, and
+`Hidden` imports the package without some of them.
 """
 
 from __future__ import annotations
@@ -15,9 +14,10 @@ from collections import defaultdict
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 PACKAGE = Path(__file__).parents[1] / "liger_chunked"
+PAGE = Path(__file__).parents[1] / "docs" / "reliability.md"
 FOREIGN = {"torch", "triton", "transformers", "trl", "accelerate", "peft"}
 # What Triton documents. All else of it is private.
 OF_TRITON = ("triton.__version__", "triton.jit", "triton.language", "triton.next_power_of_2", "triton.cdiv")
@@ -25,410 +25,44 @@ OF_TRITON = ("triton.__version__", "triton.jit", "triton.language", "triton.next
 OF_PYTHON = {"_asdict", "_replace", "_make", "_fields", "_getframe"}
 
 
-class Private(NamedTuple):
-    """Private names that belong together.
+# The table says, for names that belong together, what has them, what the package does with them, and what happens if
+# one is missing.
+ROW = re.compile(r"^\| (`_?\w+`(?:, `_?\w+`)*) \|(?: [^|]+ \|){3}$", re.MULTILINE)
+PRIVATE = [re.findall(r"\w+", row) for row in ROW.findall(PAGE.read_text().partition("## Private interfaces")[2])]
+# For each function of `private_scenarios.py`, the last names of the rows that it runs.
+SCENARIOS = {
+    "losses": "_functorch _top_saved_tensors_default_hooks _is_view",
+    "in_tiles": "_top_saved_tensors_default_hooks _current_graph_task_id _version _backward_pre_hooks",
+    "base_kernels": "_get_current_graph_task_keep_graph _base",
+    "transforms": "is_legacy_batchedtensor _are_functorch_transforms_active _current_level",
+    "compiled": "get_eval_frame_callback skip_code _dynamo_marked_constant _torchdynamo_disable_msg",
+    "any_sizes": "maybe_mark_dynamic _config",
+    "deferred": "_version DisableTorchFunctionSubclass _schema _softmax_backward_data DispatchKey _buffers",
+    "changed_inputs": "_version",
+    "numbers_of_the_host": "_assert_async _foreach_add_",
+    "selective": "_pop_mode",
+    "tensor_kinds": "_functional_collectives fake_tensor",
+    "patched": "_buffers _backward_pre_hooks _global_forward_hooks _loss_function",
+    "replicated": "_buffers",
+    "deferred_in_ranks": "_module_state_mapping _sharding_strategy",
+    "parallel": "_distribute_module_applied",
+    "interpreted": "TensorDescriptor",
+    "launches": "driver add_stages_inspection_hook get_current_stream",
+    "offloaded": "_old_forward",
+    "second_trainer": "_is_accelerate_prepared",
+    "adapted": "_cast_input_dtype",
+    "shared_prompts": "_attn_implementation _is_stateful",
+    "experts": "_experts_implementation _is_expert_parallel",
+    "recorded": "_get_logits_processor",
+    "dpo_trainer": "_metrics _total_train_tokens _compute_loss _signature_columns",
+    "grpo_trainer": "_get_per_token_logps_and_entropies",
+    "multi_token": "_compute_mtp_acceptance_counts",
+    "kto_trainer": "_compute_kl_logps",
+    "online_trainer": "_forward",
+    "gold_trainer": "_raw_prompts _get_start_and_size_answers",
+}
 
-    - `names`: the last parts of their paths
-    - `owner`: what has them
-    - `use`: what the package does with them
-    - `without`: what happens if one is missing
-    - `scenarios`: functions of `private_scenarios.py` that run what uses them
-    """
 
-    names: str
-    owner: str
-    use: str
-    without: str
-    scenarios: str
-
-
-PRIVATE = (
-    # torch: its C module and its compiler
-    Private(
-        "_C _autograd _functorch",
-        "torch",
-        "modules of the functions below",
-        "their fallbacks",
-        "losses",
-    ),
-    Private(
-        "_top_saved_tensors_default_hooks",
-        "torch._C._autograd",
-        "see whether a checkpoint saves tensors",
-        "`disable_saved_tensors_hooks`, which raises if so; a checkpoint runs an MLP before a norm again",
-        "losses in_tiles",
-    ),
-    Private(
-        "_current_graph_task_id",
-        "torch._C",
-        "tell backward passes apart where a norm follows a tiled MLP",
-        "a checkpoint runs such an MLP again",
-        "in_tiles",
-    ),
-    Private(
-        "_get_current_graph_task_keep_graph",
-        "torch._C._autograd",
-        "overwrite saved tensors in a last backward",
-        "a backward overwrites nothing",
-        "base_kernels",
-    ),
-    Private(
-        "is_legacy_batchedtensor",
-        "torch._C._functorch",
-        "say that a kernel has no batched backward",
-        "autograd says it",
-        "transforms",
-    ),
-    Private(
-        "_are_functorch_transforms_active",
-        "torch._C",
-        "say that no loss runs under `torch.func`",
-        "autograd says it",
-        "transforms",
-    ),
-    Private(
-        "_current_level",
-        "torch.autograd.forward_ad",
-        "say that no loss has a forward-mode derivative",
-        "autograd says it",
-        "transforms",
-    ),
-    Private(
-        "_dynamo eval_frame get_eval_frame_callback",
-        "torch._C",
-        "keep a loss out of graphs when Dynamo traces it on its own",
-        "a loss runs as a disabled function once Dynamo is imported, which costs microseconds",
-        "compiled",
-    ),
-    Private(
-        "decorators skip_code",
-        "torch._dynamo",
-        "keep the frame of an entry point out of graphs",
-        "Dynamo traces the frame, and breaks the graph inside",
-        "compiled",
-    ),
-    Private(
-        "_dynamo_marked_constant",
-        "functions",
-        "let Dynamo call a function while it traces",
-        "another break of the graph",
-        "compiled",
-    ),
-    Private(
-        "_torchdynamo_disable _torchdynamo_disable_msg",
-        "functions",
-        "break graphs at a loss, and say why",
-        "a break inside, with torch's reason",
-        "compiled",
-    ),
-    Private(
-        "maybe_mark_dynamic",
-        "torch._dynamo",
-        "compile FlexAttention once for all lengths",
-        "the second length compiles again",
-        "any_sizes",
-    ),
-    Private(
-        "_config",
-        "torch.fx.experimental",
-        "the same, for sizes that are equal in the first call",
-        "sizes that differ later compile again",
-        "any_sizes",
-    ),
-    # torch: tensors
-    Private(
-        "_version",
-        "torch.Tensor",
-        "notice changes of what was saved, or of a head before its loss",
-        "saved tensors are copied; no head defers",
-        "deferred changed_inputs in_tiles",
-    ),
-    Private(
-        "_is_view",
-        "torch.Tensor",
-        "return no views, and overwrite none",
-        "results are copied; the experts' output is not overwritten",
-        "losses",
-    ),
-    Private(
-        "_base",
-        "torch.Tensor",
-        "refuse to rotate a view of a leaf in place",
-        "autograd refuses",
-        "base_kernels",
-    ),
-    Private(
-        "_assert_async",
-        "torch",
-        "check on the device that ranks have equal targets",
-        "the host waits, and checks it",
-        "numbers_of_the_host",
-    ),
-    Private(
-        "_foreach_add_",
-        "torch",
-        "write numbers to the device without a copy",
-        "a launch for each number",
-        "numbers_of_the_host",
-    ),
-    Private(
-        "_python_dispatch _disable_current_modes _get_current_dispatch_mode_stack _push_mode _pop_mode",
-        "torch.utils",
-        "suspend selective checkpoints in a step",
-        "they say that what they keep was changed",
-        "selective",
-    ),
-    Private(
-        "_functional_collectives",
-        "torch.distributed",
-        "wait for the result of a collective",
-        "a TypeError asks for a plain tensor",
-        "tensor_kinds",
-    ),
-    Private(
-        "_subclasses fake_tensor",
-        "torch",
-        "say that a FakeTensor has no values",
-        "a TypeError asks for a plain tensor",
-        "tensor_kinds",
-    ),
-    Private(
-        "_make_wrapper_subclass DisableTorchFunctionSubclass",
-        "torch.Tensor, torch._C",
-        "make logits without values, and work on them",
-        "no head defers",
-        "deferred",
-    ),
-    Private(
-        "_schema",
-        "operations of torch.ops.aten",
-        "see whether an operation changes logits in place",
-        "no head defers",
-        "deferred",
-    ),
-    Private(
-        "_to_copy _unsafe_view _reshape_alias _log_softmax _softmax _log_softmax_backward_data _softmax_backward_data",
-        "torch.ops.aten",
-        "follow logits and their gradients",
-        "the operation gets real logits, or the real gradient",
-        "deferred",
-    ),
-    Private(
-        "_ForceDispatchKeyGuard _dispatch_tls_local_include_set _dispatch_tls_local_exclude_set DispatchKey",
-        "torch._C",
-        "compute a real gradient below autograd",
-        "it is computed in a thread",
-        "deferred",
-    ),
-    # torch: modules
-    Private(
-        "_modules _parameters _buffers",
-        "nn.Module",
-        "list a head's own tensors fast; copy modules for the comparison of layers",
-        "public lists, slower; layers stay stock",
-        "deferred patched replicated",
-    ),
-    Private(
-        "_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks",
-        "nn.Module, torch.Tensor",
-        "see what reads activations; run a hook of a loss's parameter once",
-        "MLPs overwrite nothing, and run their activation module; such a hook runs twice",
-        "patched in_tiles",
-    ),
-    Private(
-        "_global_forward_hooks",
-        "torch.nn.modules.module",
-        "the same, for hooks of all modules",
-        "MLPs overwrite nothing",
-        "patched",
-    ),
-    Private(
-        "_composable_state _module_state_mapping",
-        "torch.distributed",
-        "find the module of FSDP2 whose group holds a deferring head's weight",
-        "heads return logits where processes train together",
-        "deferred_in_ranks",
-    ),
-    Private(
-        "_HYBRID_SHARD_ZERO2 _handle _sharding_strategy",
-        "torch.distributed.fsdp.FullyShardedDataParallel",
-        "keep the weight of a deferring head from the forward of its unit of FSDP1 to its backward",
-        "such a head returns logits",
-        "deferred_in_ranks",
-    ),
-    Private(
-        "_distribute_module_applied",
-        "nn.Module",
-        "leave layers to `parallelize_module`",
-        "the layer is patched, and its kernel refuses DTensors",
-        "parallel",
-    ),
-    # Triton
-    Private(
-        "tools tensor_descriptor TensorDescriptor",
-        "triton",
-        "read tiles by the tensor memory accelerator",
-        "no fused epilogue",
-        "interpreted",
-    ),
-    Private(
-        "knobs runtime driver",
-        "triton",
-        "launch compiled kernels with less work on the host",
-        "Triton launches",
-        "launches",
-    ),
-    Private(
-        "launch_enter_hook launch_exit_hook calls debug add_stages_inspection_hook",
-        "triton.knobs.runtime",
-        "leave launches that someone watches to Triton",
-        "Triton launches all",
-        "launches",
-    ),
-    Private(
-        "active get_current_stream",
-        "triton.runtime.driver",
-        "the stream of our launches",
-        "Triton launches",
-        "launches",
-    ),
-    # accelerate and PEFT
-    Private(
-        "_old_forward",
-        "accelerate: modules",
-        "patch what accelerate's forward calls",
-        "stock code runs there",
-        "offloaded",
-    ),
-    Private(
-        "_original_forward _is_accelerate_prepared",
-        "accelerate: models",
-        "take off the autocast of an earlier trainer",
-        "it stays",
-        "second_trainer",
-    ),
-    Private(
-        "_cast_input_dtype",
-        "PEFT: LoRA layers",
-        "cast an adapter's input as PEFT does",
-        "`Tensor.to`",
-        "adapted",
-    ),
-    # transformers
-    Private(
-        "_loss_function",
-        "transformers: models",
-        "set a model's loss, and take it back",
-        "transformers' own, on deferred logits",
-        "patched",
-    ),
-    Private(
-        "_attn_implementation",
-        "transformers: configs",
-        "read a model's attention; build small copies",
-        "no prompt is shared; copies have the default",
-        "shared_prompts",
-    ),
-    Private(
-        "_experts_implementation",
-        "transformers: configs",
-        "read how a model computes its experts",
-        "experts stay stock",
-        "experts",
-    ),
-    Private(
-        "_grouped_linear _apply_gate _is_expert_parallel",
-        "transformers.integrations.moe",
-        "compute experts with our gathers and sums",
-        "experts stay stock",
-        "experts",
-    ),
-    Private(
-        "_is_stateful",
-        "transformers: models",
-        "share no prompt of a recurrent model",
-        "a small copy of the model shows it",
-        "shared_prompts",
-    ),
-    Private(
-        "_get_logits_processor",
-        "transformers: models",
-        "record what `generate` keeps, after its own filters",
-        "a RuntimeError of `record_kept_ids`",
-        "recorded",
-    ),
-    # TRL
-    Private(
-        "_metrics",
-        "TRL: trainers",
-        "log metrics of our losses",
-        "they are not logged",
-        "dpo_trainer",
-    ),
-    Private(
-        "_total_train_tokens",
-        "TRL: trainers",
-        "log the number of tokens",
-        "it is not logged",
-        "dpo_trainer",
-    ),
-    Private(
-        "_compute_loss",
-        "TRL: trainers",
-        "replace a trainer's loss",
-        "a RuntimeError with `loss=`",
-        "dpo_trainer",
-    ),
-    Private(
-        "_generate_and_score_completions _get_per_token_logps_and_entropies",
-        "TRL: GRPOTrainer, RLOOTrainer",
-        "train on kept ids; leave out sequences of zero advantage",
-        "a RuntimeError with `kept_ids=True`; nothing is left out",
-        "grpo_trainer",
-    ),
-    Private(
-        "_set_signature_columns_if_needed _signature_columns",
-        "transformers: Trainer",
-        "keep a data set's column of weights of examples",
-        "an error, if the data set has that column",
-        "dpo_trainer",
-    ),
-    Private(
-        "_compute_mtp_acceptance_counts",
-        "Megatron-Core since 0.19",
-        "count the tokens that multi-token prediction accepts",
-        "nothing is counted, as in earlier releases",
-        "multi_token",
-    ),
-    Private(
-        "_compute_kl_logps",
-        "TRL: KTOTrainer",
-        "score mismatched completions",
-        "a RuntimeError with such a `loss=`",
-        "kto_trainer",
-    ),
-    Private(
-        "_forward",
-        "TRL: OnlineDPOTrainer",
-        "replace a forward that builds logits",
-        "a RuntimeError",
-        "online_trainer",
-    ),
-    Private(
-        "_get_model_forward_kwargs _teacher_processor _build_teacher_vlm_inputs _raw_images _raw_prompts",
-        "TRL: GOLDTrainer",
-        "pass on images",
-        "TRL's own loss",
-        "gold_trainer",
-    ),
-    Private(
-        "_align_by_byte_offsets _get_start_and_size_answers",
-        "TRL: ULDLoss",
-        "align the tokens of two tokenizers",
-        "TRL's own loss",
-        "gold_trainer",
-    ),
-)
 # The names in the source
 
 
@@ -589,7 +223,7 @@ class _Reader(ast.NodeVisitor):
 
 
 # Constants and attributes that are the package's own, though it defines no such name: suffixes of arguments of kernels,
-# of parts of a config, and attributes that are set without `self`.
+# of parts of a config, attributes that are set without `self`, and names of generated code.
 OWN = {
     "_ptr",
     "_desc",
@@ -603,6 +237,8 @@ OWN = {
     "_layer",
     "_follows",
     "_after",
+    "_number",
+    "_compiling",
 }
 # Methods of foreign objects that an object of ours imitates.
 IMITATED = {"_apply_gate"}
@@ -671,16 +307,3 @@ class _Renaming(SourceFileLoader):
     def get_code(self, fullname: str) -> Any:
         source = self.pattern.sub(rf"\1{_SUFFIX}", self.get_source(fullname) or "")
         return compile(source, self.path, "exec", dont_inherit=True)
-
-
-# The table of docs/reliability.md
-
-
-def table() -> str:
-    lines = ["| name | of | for | without it |", "|---|---|---|---|"]
-    lines += [f"| `{x.names.replace(' ', '`, `')}` | {x.owner} | {x.use} | {x.without} |" for x in PRIVATE]
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(table())

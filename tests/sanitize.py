@@ -20,18 +20,20 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-import folders  # noqa: F401
 import torch
 from base_ops import OPS, run
 from table import ROWS, SMALL, Row, evaluate, moved
-from test_experts import CASES, gradients, ours, sample
 from torch import Tensor
 
 from liger_chunked import linear_token_stats
 from liger_chunked.engine import epilogue
 from liger_chunked.kernels import backend, launch, merge_ranks, project_sums
+
+sys.path.append(str(Path(__file__).parent / "layers"))
+from test_experts import CASES, gradients, ours, sample
 
 # No dimension is a multiple of a block, and TMA can read the rows.
 SIZES = SMALL._replace(hidden=72, vocab=603, ref_hidden=40)

@@ -32,17 +32,19 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import eager
-import folders  # noqa: F401
 import table
 import torch
 from eager.grpo import SURROGATES
 from table import Batch, Row, Sizes, evaluate, moved, n_valid
+from torch import Tensor
+
+sys.path += [str(Path(__file__).parent / folder) for folder in ("engine", "losses")]
 from test_lora_head import PeftHead, adapted, dense, with_factors, with_weights
 from test_packed import kept, packed
-from torch import Tensor
 
 FLOOR = {torch.float64: 1e-12, torch.float32: 3e-5, torch.bfloat16: torch.finfo(torch.bfloat16).eps}
 ROUNDINGS = {torch.float64: 100.0, torch.float32: 10.0, torch.bfloat16: 3.0}

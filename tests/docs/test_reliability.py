@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import ast
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -37,38 +33,6 @@ def rows() -> list[str]:
         for line in PAGE.partition("## What only")[0].splitlines()
         if line.startswith("|") and not re.match(r"\|( \|)? case \||\|-", line)
     ]
-
-
-def test_the_killers_of_mutants_exist():
-    """A test that was renamed would no longer be kept for `make test`."""
-    named = (TESTS / "quick" / "killers.txt").read_text().splitlines()
-    assert len(named) > 100 and named == sorted({*named})
-    for test in named:
-        file, _, name = test.partition("::")
-        assert f"def {re.split('::|[.]', name.partition('[')[0])[-1]}(" in (TESTS.parent / file).read_text(), test
-
-
-@pytest.mark.parametrize("command", ["suite", "interpreter"])
-def test_the_quick_tests_exist(command):
-    """A function that was renamed runs whole. Its entry would stay for good."""
-    named = json.loads((TESTS / "quick" / f"{command}.json").read_text())
-    assert len(named) > 50
-    for function, cases in named.items():
-        file, _, name = function.partition("::")
-        assert f"def {re.split('::|[.]', name)[-1]}(" in (TESTS.parent / file).read_text(), function
-        assert len({*cases}) == len(cases), function
-
-
-def test_quick_runs_what_is_named():
-    """Of sampled cases too, of which a sample of fewer would have others."""
-    file = "tests/engine/test_lora_head.py"
-    command = [sys.executable, "-m", "pytest", "--quick", "--collect-only", "-q", "-m", "not gpu", file]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    found = subprocess.run(command, capture_output=True, text=True, check=True, cwd=TESTS.parent, env=environment)
-    collected = {line for line in found.stdout.splitlines() if "::" in line}
-    named = json.loads((TESTS / "quick" / "suite.json").read_text())
-    kept = {function + case for function, cases in named.items() if function.startswith(file) for case in cases}
-    assert kept and kept <= collected
 
 
 def test_each_named_test_exists():
