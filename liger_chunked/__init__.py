@@ -189,7 +189,6 @@ _MODULES = (
     "cache",
     "deferred",
     "engine",
-    "functional",
     "kept_ids",
     "kernels",
     "layers",

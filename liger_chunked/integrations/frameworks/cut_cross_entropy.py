@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_chunked.functional import cross_entropy_loss, linear_token_stats
+from liger_chunked.engine import linear_token_stats
+from liger_chunked.losses import LigerFusedLinearCrossEntropyLoss
 from liger_chunked.types import VocabShard
 
 __all__ = ["linear_cross_entropy"]
@@ -55,7 +56,7 @@ def linear_cross_entropy(
     options: dict[str, Any] = {"ignore_index": ignore_index, "softcap": softcap}
     options["vocab_shard"] = _shard(c, vocab_parallel_options)
     if not return_lse:
-        loss = cross_entropy_loss(c, e, targets, bias, reduction=reduction, **options)
+        loss = LigerFusedLinearCrossEntropyLoss(c, e, targets, bias, reduction=reduction, **options)
         assert isinstance(loss, Tensor)
         return loss.view(shape) if reduction == "none" else loss
     stats = linear_token_stats(c, e, targets, bias, outputs=("logps", "lse"), **options)

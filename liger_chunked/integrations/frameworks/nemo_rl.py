@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_chunked.functional import kl_div_loss, linear_token_stats
+from liger_chunked.engine import linear_token_stats
 from liger_chunked.integrations.tensor_parallel import budget_of, even_shard
+from liger_chunked.losses import LigerFusedLinearKLDivLoss
 from liger_chunked.types import LogitOptions
 
 __all__ = ["ChunkedDistributedHiddenStatesToKL", "ChunkedDistributedHiddenStatesToLogprobs"]
@@ -123,7 +124,7 @@ class ChunkedDistributedHiddenStatesToKL:
             for factor, reverse in zip(parts[kl_type], (False, True), strict=True):
                 if not factor:
                     continue
-                divergence, _ = kl_div_loss(
+                divergence, _ = LigerFusedLinearKLDivLoss(
                     weight,
                     hidden,
                     teacher_output_weight_layer,
