@@ -16,13 +16,12 @@ from torch.utils.data import DataLoader
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
-import tiny
 from datasets import Dataset
 from model_zoo import BY_ID
 from spies import flop_counter
 
 from liger_chunked import LigerFusedLinearKLDivLoss, TopK, next_tokens, read_cache, score, teacher_top_k, write_cache
-from liger_chunked.cache import TokenCache, model_fingerprint, preference_sequences, with_reference_logps
+from liger_chunked.cache import TokenCache, model_fingerprint
 
 VOCAB = 131
 
@@ -214,48 +213,6 @@ def test_the_file_is_plain_parquet_and_the_cache_can_be_pickled(model: Any, tmp_
     again = pickle.loads(pickle.dumps(cache))
     assert again.info == cache.info and torch.equal(again[4]["top_ids"], cache[4]["top_ids"])
     assert json.loads(json.dumps(vars(cache.info)))["k"] == 4
-
-
-# ---- TRL
-
-
-@pytest.mark.parametrize("kind", ["DPO", "KTO"])
-def test_trls_own_trainer_reads_the_columns_and_runs_no_reference(kind: str, tmp_path: Path) -> None:
-    trl = pytest.importorskip("trl")
-    policy, reference = tiny.model(), tiny.model(seed=1)
-    data = tiny.dataset("pairs" if kind == "DPO" else "unpaired")
-    config = {"per_device_train_batch_size": 4, "max_steps": 3, "logging_steps": 1, "use_cpu": True, "max_length": 16,
-              "report_to": "none", "learning_rate": 1e-2, "bf16": False, "gradient_checkpointing": False}  # fmt: skip
-
-    def trainer(name: str) -> Any:
-        args = getattr(trl, f"{kind}Config")(str(tmp_path / name), **config)
-        return getattr(trl, f"{kind}Trainer")(
-            tiny.model(), ref_model=reference, args=args, train_dataset=data, processing_class=tiny.tokenizer()
-        )
-
-    def losses(made: Any) -> list[float]:
-        made.train()
-        return [entry["loss"] for entry in made.state.log_history if "loss" in entry]
-
-    stock, cached = trainer("stock"), trainer("cached")
-    path = tmp_path / "reference.parquet"
-    write_cache(path, reference, preference_sequences(cached), tokenizer=tiny.tokenizer(), batch_size=3)
-    cache = read_cache(
-        path, temperature=1.0, tokenizer=tiny.tokenizer(), vocab_size=policy.config.vocab_size, model=reference
-    )
-    cached.train_dataset = with_reference_logps(cached, cache)
-    cached.precompute_ref_logps = True
-    cached.ref_model = None
-    assert losses(cached) == pytest.approx(losses(stock), rel=1e-4)
-
-    stock.train_dataset = stock.train_dataset.select(range(4))
-    with pytest.raises(ValueError, match="more sequences"):
-        with_reference_logps(stock, cache)
-    stock.train_dataset = stock.train_dataset.select([1, 0])
-    with pytest.raises(ValueError, match="other sequences"):
-        with_reference_logps(stock, cache)
-    with pytest.raises(ValueError, match=r"k=0 and temperature 1\.0"):
-        with_reference_logps(cached, write_cache(path, reference, preference_sequences(cached), tokenizer=None, k=2))
 
 
 def test_a_cached_top_k_keeps_its_temperature(tmp_path: Path, model: Any) -> None:

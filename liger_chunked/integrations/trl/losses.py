@@ -12,6 +12,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from liger_chunked.integrations.transformers import HeadInput
 from liger_chunked.integrations.transformers.head_input import fitted, with_transform
 from liger_chunked.integrations.trl.heads import head_stats
 from liger_chunked.integrations.trl.patch import ServedTrainer, checked_share_prefix, constructing
+from liger_chunked.integrations.trl.reference_cache import checked_path
 from liger_chunked.losses import (
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDistillationBase,
@@ -110,12 +112,12 @@ def rollout_inputs(inputs: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
 
 
 class LossMixin(ServedTrainer):
-    """A trainer of TRL with the arguments `loss`, `logits_budget` and `share_prefix`.
+    """A trainer of TRL with the arguments `loss`, `logits_budget`, `share_prefix` and `reference_cache`.
 
     Args:
         loss: replaces the trainer's; a `loss_kind`. Config fields in `replaced_fields` must have TRL's defaults or
             agree. None: TRL's own loss, as with `patch_trl`.
-        logits_budget, share_prefix: see `patch_trl`. With `loss`, the budget is the loss's.
+        logits_budget, share_prefix, reference_cache: see `patch_trl`. With `loss`, the budget is the loss's.
 
     Raises:
         TypeError: a loss of another kind.
@@ -132,6 +134,7 @@ class LossMixin(ServedTrainer):
         loss: nn.Module | None = None,
         logits_budget: int | float | str | None = None,
         share_prefix: bool | str = "auto",
+        reference_cache: str | Path | None = None,
         **kwargs: Any,
     ) -> None:
         budget, logits_dtype = budget_bytes(logits_budget), None  # raises before loading
@@ -156,6 +159,7 @@ class LossMixin(ServedTrainer):
         self.loss_override: Any = loss
         trained = [] if loss is None else [(name, x) for name, x in loss.named_parameters() if x.requires_grad]
         settings: Any = {"logits_budget": budget, "logits_dtype": logits_dtype}
+        settings["reference_cache"] = checked_path(reference_cache)
         with constructing(self, args, kwargs, share_prefix=checked_share_prefix(share_prefix), **settings):
             super().__init__(*args, **kwargs)
             self._check_trains(trained)

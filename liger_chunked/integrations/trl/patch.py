@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -29,6 +30,7 @@ from liger_chunked.deferred.projection import projections_in
 from liger_chunked.integrations.transformers.attach import check_head
 from liger_chunked.integrations.transformers.detect import inner_model
 from liger_chunked.integrations.trl.heads import HEAD_BUDGET, Heads, HeadSettings, language_models
+from liger_chunked.integrations.trl.reference_cache import check_reference_cache, checked_path, with_reference
 from liger_chunked.integrations.trl.stand_ins import divergence, logps_of, swapped
 from liger_chunked.shared_prefix.served import ROUTER, why_not_shared
 from liger_chunked.types import budget_bytes, shown
@@ -57,6 +59,7 @@ class ServedTrainer(_Trainer):
 
     _heads: Heads
     _depth = 0
+    _reference_cache: Path | None = None
 
     @contextmanager
     def _with_heads(self, *, until_end: bool = False) -> Iterator[None]:
@@ -100,6 +103,11 @@ class ServedTrainer(_Trainer):
     def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         with self._with_heads():
             return super()._prepare_inputs(*args, **kwargs)
+
+    def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
+        if self._reference_cache is None:
+            return super()._precompute_ref_logps(dataset, name, batch_size)
+        return with_reference(self, dataset, name, batch_size, self._reference_cache)
 
     def get_batch_logps(
         self,
@@ -176,6 +184,7 @@ def constructing(
     logits_budget: int | None = None,
     logits_dtype: torch.dtype | None = None,
     share_prefix: bool | str = "auto",
+    reference_cache: Path | None = None,
 ) -> Iterator[None]:
     """Run the `__init__` of TRL's trainer with these arguments inside the block, with our heads.
 
@@ -201,6 +210,9 @@ def constructing(
     alone = not {cls.__name__ for cls in type(trainer).__mro__}.isdisjoint(_ALONE)
     if alone and share_prefix is True:
         raise ValueError(f"share_prefix=True: the sequences of {type(trainer).__name__} have no prompts in common")
+    if reference_cache is not None:
+        check_reference_cache(trainer, config)
+        trainer._reference_cache = reference_cache
     budget = HEAD_BUDGET if logits_budget is None else logits_budget
     heads = Heads(HeadSettings(logits_budget=budget))
     shares: list[PreTrainedModel] = []
@@ -310,6 +322,9 @@ class patch_trl:
         share_prefix: compute a prompt once for its sequences, in DPO, GRPO, RLOO and subclasses of these: "auto" if the
             model allows it and a tenth of a batch's tokens is saved; True raises ValueError for other trainers and
             models; see docs/shared_prefix.md.
+        reference_cache: a file such as "reference.parquet", for DPO and KTO with `precompute_ref_log_probs=True`: its
+            log-probabilities are the reference's. The first trainer writes the file, and a later one reads it if data,
+            tokenizer and reference are the same. Other data sets than the training's have files of their own.
 
     Raises:
         TypeError: `model` contains no transformers model.
@@ -325,6 +340,7 @@ class patch_trl:
         *,
         logits_budget: int | float | str | None = None,
         share_prefix: bool | str = "auto",
+        reference_cache: str | Path | None = None,
     ) -> None:
         self._model = None if model is None else inner_model(model)
         if self._model is not None:
@@ -332,6 +348,7 @@ class patch_trl:
         self._settings: dict[str, Any] = {
             "logits_budget": budget_bytes(logits_budget),
             "share_prefix": checked_share_prefix(share_prefix),
+            "reference_cache": checked_path(reference_cache),
         }
         self._apply()
 
