@@ -46,14 +46,12 @@ class FusedLinearCrossEntropy(LinearCrossEntropy):
         for name, value in (("num_label_tokens", num_label_tokens), ("loss_weights", loss_weights)):
             if value is not None and self.reduction != "sum":
                 raise ValueError(f"reduction must be 'sum' with {name}, got {self.reduction!r}")
-        loss = LigerFusedLinearCrossEntropyLoss(
+        settings: Any = {"reduction": self.reduction, "ignore_index": self.ignore_index}
+        loss = LigerFusedLinearCrossEntropyLoss(**settings, softcap=self.logit_softcapping or None)(
             self.materialize_lm_weight(lm_weight, grad_reduce_group=grad_reduce_group),
             hidden_states,
             labels,
             token_weights=loss_weights,
-            reduction=self.reduction,
-            ignore_index=self.ignore_index,
-            softcap=self.logit_softcapping or None,
         )
         assert isinstance(loss, Tensor)
         return loss if num_label_tokens is None else loss / max(num_label_tokens, 1)

@@ -124,19 +124,21 @@ class ChunkedDistributedHiddenStatesToKL:
             for factor, reverse in zip(parts[kl_type], (False, True), strict=True):
                 if not factor:
                     continue
-                divergence, _ = LigerFusedLinearKLDivLoss(
-                    weight,
-                    hidden,
-                    teacher_output_weight_layer,
-                    teacher_input.to(hidden.dtype),
-                    mask=None if mask is None else mask.bool(),
+                loss = LigerFusedLinearKLDivLoss(
                     reverse=reverse,
                     reduction="none",
                     weight_soft_loss=factor,
                     temperature=temperature,
                     teacher_options=LogitOptions(temperature=teacher_temperature),
-                    vocab_shard=shard,
                     logits_budget=budget_of(tokens, weight),
+                )
+                divergence, _ = loss(
+                    weight,
+                    hidden,
+                    teacher_output_weight_layer,
+                    teacher_input.to(hidden.dtype),
+                    mask=None if mask is None else mask.bool(),
+                    vocab_shard=shard,
                 )
                 found = divergence if found is None else found + divergence
         assert found is not None

@@ -96,16 +96,15 @@ class FusedLinearCrossEntropyLoss(ChunkedLossWrapper):
         if self.config.cuda_graphs:
             counts = labels != IGNORE_INDEX
             token_weights, labels = counts.to(torch.float32), labels.where(counts, 0)
-        loss = LigerFusedLinearCrossEntropyLoss(
+        reduction = "sum" if global_valid_tokens is None else "mean"
+        loss = LigerFusedLinearCrossEntropyLoss(reduction=reduction, logits_budget=self.config.logits_budget)(
             head.weight,
             hidden,
             labels,
             head.bias,
             vocab_shard=self._shard(head.weight),
             token_weights=token_weights,
-            reduction="sum" if global_valid_tokens is None else "mean",
             num_items=global_valid_tokens,
-            logits_budget=self.config.logits_budget,
         )
         assert isinstance(loss, Tensor)
         return loss

@@ -55,8 +55,7 @@ class FusedLinearCrossEntropyLoss(SFTLoss, nn.Module):
         (head,) = self._owner
         weight: Any = head.weight
         bias: Any = getattr(head, "bias", None)
-        loss = LigerFusedLinearCrossEntropyLoss(
-            weight, outputs, targets, bias, ignore_index=self.ignore_index, logits_budget=self.logits_budget
-        )
+        settings: Any = {"ignore_index": self.ignore_index, "logits_budget": self.logits_budget}
+        loss = LigerFusedLinearCrossEntropyLoss(**settings)(weight, outputs, targets, bias)
         assert isinstance(loss, Tensor)
         return loss
