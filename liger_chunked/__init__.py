@@ -84,10 +84,7 @@ if TYPE_CHECKING:
         with_sampled_token,
     )
     from liger_chunked.memory import estimate_memory
-    from liger_chunked.modules import (
-        ChunkedLMHead,
-        LigerCrossEntropyLoss,
-    )
+    from liger_chunked.modules import LigerCrossEntropyLoss
     from liger_chunked.scoring import Perplexity, next_tokens, perplexity, score, teacher_top_k
     from liger_chunked.teachers import TopK
     from liger_chunked.types import (
@@ -113,7 +110,6 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AdaptedWeight",
-    "ChunkedLMHead",
     "Clipped",
     "CrossEntropyMetrics",
     "DeferHandle",
@@ -192,7 +188,6 @@ _MODULES = (
     "cache",
     "deferred",
     "engine",
-    "functional",
     "kept_ids",
     "kernels",
     "layers",

@@ -253,13 +253,15 @@ def split(cls: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
     return settings, data
 
 
-def are_data(cls: type, args: tuple[Any, ...], data: tuple[type, ...]) -> bool:
-    """Whether positional arguments are the tensors of a call, of the types `data`.
+def are_data(cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any], data: tuple[type, ...]) -> bool:
+    """Whether arguments are those of a call: tensors by position, of the types `data`, or an `input` by name.
 
-    The constructor gets them if it has a parameter for each, and those that get tensors have no default, or default to
-    None or a tensor.
+    The constructor gets tensors by position if it has a parameter for each, and those that get them have no default, or
+    default to None or a tensor.
     """
-    if not (isinstance(args[0], nn.Module) or any(isinstance(x, data) for x in args)):
+    if "input" in kwargs and "input" not in of_constructor(cls).names:
+        return True
+    if not args or not (isinstance(args[0], nn.Module) or any(isinstance(x, data) for x in args)):
         return False
     named: list[inspect.Parameter] = []
     for _, parameters in _definitions(cls, "__init__"):

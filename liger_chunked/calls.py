@@ -90,8 +90,8 @@ class LossType(ABCMeta):
     def __call__(cls: type[T], *args: Any, **kwargs: Any) -> T: ...
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Build a loss; evaluate it if positional arguments are tensors."""
-        if args and arguments.are_data(cls, args, (Tensor, AdaptedWeight)):
+        """Build a loss; evaluate it if positional arguments are tensors, or `input` is among the keywords."""
+        if arguments.are_data(cls, args, kwargs, (Tensor, AdaptedWeight)):
             settings, data = arguments.split(cls, kwargs)
             loss: Any = cls(**settings)
             vars(loss).pop(RECORD, None)  # of one call: nobody can explain it, and each step has another

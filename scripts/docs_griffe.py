@@ -1,7 +1,4 @@
-"""An extension of griffe for the reference pages: signatures of stubs, and docstrings as Markdown.
-
-Griffe reads code without running it. Of `def dpo_loss(*args, **kwargs)` it would show just that.
-"""
+"""An extension of griffe for the reference pages: docstrings as Markdown."""
 
 from __future__ import annotations
 
@@ -18,8 +15,6 @@ from docs_markdown import docstring_markdown
 
 class ReferencePages(griffe.Extension):
     def on_package(self, *, pkg: griffe.Module, **others: Any) -> None:
-        if "functional" in pkg.members:
-            take_signatures_of_stub(pkg["functional"])
         for documented in objects(pkg):
             if documented.docstring is not None:
                 documented.docstring.value = docstring_markdown(documented.docstring.value)
@@ -31,12 +26,3 @@ def objects(parent: Any) -> Iterator[Any]:
     for member in parent.members.values():
         if not member.is_alias:
             yield from objects(member)
-
-
-def take_signatures_of_stub(module: griffe.Module) -> None:
-    path = Path(str(module.filepath)).with_suffix(".pyi")
-    stub = griffe.visit(module.name, filepath=path, code=path.read_text(), parent=module.parent)
-    for name, function in module.functions.items():
-        written = (stub.overloads.get(name) or [stub.functions.get(name)])[-1]
-        if written is not None:
-            function.parameters, function.returns = written.parameters, written.returns

@@ -45,7 +45,7 @@ _ADVICE: dict[str, str] = {
     "use liger_chunked.LigerFusedLinearKLDivLoss, whose target comes from a teacher's states": """
         LigerFusedLinearKLDivLoss LigerFusedLinearKLDivFunction liger_fused_linear_kl_div
     """,
-    "use liger_chunked.functional.cross_entropy_loss with vocab_shard": """
+    "use liger_chunked.LigerFusedLinearCrossEntropyLoss with vocab_shard": """
         LigerVocabParallelCrossEntropy LigerVocabParallelCEFunction
     """,
     "use liger_chunked.linear_token_stats, with vocab_shard for a split head": """

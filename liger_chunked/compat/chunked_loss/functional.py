@@ -64,7 +64,7 @@ def _function(module: type[nn.Module], order: str, **defaults: Any) -> Callable[
     return function
 
 
-def applied(name: str, module: str, function: Callable[..., Any]) -> type:
+def applied(name: str, module: str, function: Callable[..., Any]) -> Any:
     """Return a class with `function` as `apply`, like an autograd function."""
     return type(name, (), {"__module__": module, "__doc__": function.__doc__, "apply": staticmethod(function)})
 

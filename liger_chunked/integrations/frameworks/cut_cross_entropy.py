@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_chunked.functional import cross_entropy_loss, linear_token_stats
+from liger_chunked.engine import linear_token_stats
+from liger_chunked.losses import LigerFusedLinearCrossEntropyLoss
 from liger_chunked.types import VocabShard
 
 __all__ = ["linear_cross_entropy"]
@@ -53,12 +54,12 @@ def linear_cross_entropy(
     shape = targets.shape
     e, targets = e.reshape(-1, e.shape[-1]), targets.reshape(-1)
     options: dict[str, Any] = {"ignore_index": ignore_index, "softcap": softcap}
-    options["vocab_shard"] = _shard(c, vocab_parallel_options)
+    shard = _shard(c, vocab_parallel_options)
     if not return_lse:
-        loss = cross_entropy_loss(c, e, targets, bias, reduction=reduction, **options)
+        loss = LigerFusedLinearCrossEntropyLoss(reduction=reduction, **options)(c, e, targets, bias, vocab_shard=shard)
         assert isinstance(loss, Tensor)
         return loss.view(shape) if reduction == "none" else loss
-    stats = linear_token_stats(c, e, targets, bias, outputs=("logps", "lse"), **options)
+    stats = linear_token_stats(c, e, targets, bias, outputs=("logps", "lse"), vocab_shard=shard, **options)
     assert stats.logps is not None and stats.lse is not None
     if reduction == "none":
         return -stats.logps.view(shape), stats.lse.view(shape)

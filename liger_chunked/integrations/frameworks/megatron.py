@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_chunked.functional import cross_entropy_loss, linear_token_stats
+from liger_chunked.engine import linear_token_stats
 from liger_chunked.integrations.tensor_parallel import even_shard
+from liger_chunked.losses import LigerFusedLinearCrossEntropyLoss
 
 __all__ = ["OutputProcessor", "chunked_heads"]
 
@@ -29,8 +30,8 @@ class OutputProcessor:
     """Computes a loss where `GPTModel` would compute logits.
 
     Args:
-        fn: called with `(weight, hidden, target=..., bias=..., vocab_shard=...)`: a function of
-            `liger_chunked.functional`, or a loss module. `hidden` is (b, s, h), or the rank's part of s, `target`
+        fn: called with `(weight, hidden, target=..., bias=..., vocab_shard=...)`: a class of losses, or a
+            loss. `hidden` is (b, s, h), or the rank's part of s, `target`
             (b, s). None: the cross entropy of each token, (b, s).
         vocab_size: without padding. None: padded rows are in the softmax, as in Megatron.
 
@@ -43,7 +44,7 @@ class OutputProcessor:
     """
 
     def __init__(self, fn: Callable[..., Any] | None = None, *, vocab_size: int | None = None) -> None:
-        self.fn = partial(cross_entropy_loss, reduction="none") if fn is None else fn
+        self.fn = partial(LigerFusedLinearCrossEntropyLoss, reduction="none") if fn is None else fn
         self.vocab_size = vocab_size
 
     def __call__(

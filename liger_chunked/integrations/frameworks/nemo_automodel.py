@@ -11,7 +11,7 @@ from nemo_automodel.components.loss.linear_ce_base import LinearCrossEntropy
 from torch import Tensor
 
 from liger_chunked.calls import typed_like
-from liger_chunked.functional import cross_entropy_loss
+from liger_chunked.losses import LigerFusedLinearCrossEntropyLoss
 
 __all__ = ["FusedLinearCrossEntropy"]
 
@@ -46,14 +46,12 @@ class FusedLinearCrossEntropy(LinearCrossEntropy):
         for name, value in (("num_label_tokens", num_label_tokens), ("loss_weights", loss_weights)):
             if value is not None and self.reduction != "sum":
                 raise ValueError(f"reduction must be 'sum' with {name}, got {self.reduction!r}")
-        loss = cross_entropy_loss(
+        settings: Any = {"reduction": self.reduction, "ignore_index": self.ignore_index}
+        loss = LigerFusedLinearCrossEntropyLoss(**settings, softcap=self.logit_softcapping or None)(
             self.materialize_lm_weight(lm_weight, grad_reduce_group=grad_reduce_group),
             hidden_states,
             labels,
             token_weights=loss_weights,
-            reduction=self.reduction,
-            ignore_index=self.ignore_index,
-            softcap=self.logit_softcapping or None,
         )
         assert isinstance(loss, Tensor)
         return loss if num_label_tokens is None else loss / max(num_label_tokens, 1)

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_chunked.functional import kl_div_loss, linear_token_stats
+from liger_chunked.engine import linear_token_stats
 from liger_chunked.integrations.tensor_parallel import budget_of, even_shard
+from liger_chunked.losses import LigerFusedLinearKLDivLoss
 from liger_chunked.types import LogitOptions
 
 __all__ = ["ChunkedDistributedHiddenStatesToKL", "ChunkedDistributedHiddenStatesToLogprobs"]
@@ -123,19 +124,21 @@ class ChunkedDistributedHiddenStatesToKL:
             for factor, reverse in zip(parts[kl_type], (False, True), strict=True):
                 if not factor:
                     continue
-                divergence, _ = kl_div_loss(
-                    weight,
-                    hidden,
-                    teacher_output_weight_layer,
-                    teacher_input.to(hidden.dtype),
-                    mask=None if mask is None else mask.bool(),
+                loss = LigerFusedLinearKLDivLoss(
                     reverse=reverse,
                     reduction="none",
                     weight_soft_loss=factor,
                     temperature=temperature,
                     teacher_options=LogitOptions(temperature=teacher_temperature),
-                    vocab_shard=shard,
                     logits_budget=budget_of(tokens, weight),
+                )
+                divergence, _ = loss(
+                    weight,
+                    hidden,
+                    teacher_output_weight_layer,
+                    teacher_input.to(hidden.dtype),
+                    mask=None if mask is None else mask.bool(),
+                    vocab_shard=shard,
                 )
                 found = divergence if found is None else found + divergence
         assert found is not None

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from liger_chunked.calls import typed_like
-from liger_chunked.functional import linear_token_stats
+from liger_chunked.engine import linear_token_stats
 from liger_chunked.integrations.transformers import HeadInput, attach_head
 from liger_chunked.types import Head
 

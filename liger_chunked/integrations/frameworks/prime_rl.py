@@ -5,15 +5,16 @@ Run with prime-rl 0.8.0.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from liger_chunked.calls import typed_like
+from liger_chunked.engine import linear_token_stats
 from liger_chunked.integrations.tensor_parallel import budget_of
 from liger_chunked.kept_ids import KeptIds
-from liger_chunked.modules import logps_and_entropy
 from liger_chunked.types import LogitOptions
 
 __all__ = ["FusedOutputLinear", "GemmaFusedOutputLinear"]
@@ -47,7 +48,7 @@ class FusedOutputLinear(nn.Linear):
 
         Args:
             hidden_states, labels: (B, S, H), (B, S).
-            temperature: as in `ChunkedLMHead.forward`.
+            temperature: positive: a number, a tensor of one value, which waits for the device, or (B, S).
             sampling_mask: (B, S, K), the ids that the sampler kept of each label, then -1; no label among them: the
                 whole vocabulary. Unlike prime-rl's, the entropy is of the kept ids too, and no other row of the weight
                 is read at these positions.
@@ -57,8 +58,12 @@ class FusedOutputLinear(nn.Linear):
             raise ValueError(f"{missing} must be given: this head returns log-probabilities, got None")
         options = LogitOptions(softcap=self.softcap, logits_budget=budget_of(self.chunk_size, self.weight))
         kept = None if sampling_mask is None else kept_of_mask(sampling_mask, labels)
-        logps, entropy = logps_and_entropy(self, hidden_states, labels, temperature, options, kept)
-        return {"logprobs": logps, "entropy": entropy}
+        if isinstance(temperature, Tensor) and temperature.is_floating_point():
+            temperature = temperature.item() if temperature.numel() == 1 else temperature.float()
+        settings: dict[str, Any] = asdict(options) | {"temperature": temperature, "kept": kept}
+        stats = linear_token_stats(self.weight, hidden_states, labels, outputs=("logps", "entropy"), **settings)
+        assert stats.logps is not None and stats.entropy is not None
+        return {"logprobs": stats.logps, "entropy": stats.entropy}
 
     if TYPE_CHECKING:
 

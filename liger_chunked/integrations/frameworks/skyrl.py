@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_chunked.functional import linear_token_stats
+from liger_chunked.engine import linear_token_stats
 from liger_chunked.integrations.tensor_parallel import budget_of, even_shard
 
 __all__ = ["FusedLinearChunkedDistributedLogprob"]

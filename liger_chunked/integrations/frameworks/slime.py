@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from slime.backends.megatron_utils import actor, loss, model
 from torch import Tensor
 
-from liger_chunked.functional import linear_token_stats
+from liger_chunked.engine import linear_token_stats
 from liger_chunked.integrations.frameworks.megatron import OutputProcessor
 from liger_chunked.kept_ids import KeptIds
 

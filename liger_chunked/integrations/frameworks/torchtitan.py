@@ -18,8 +18,8 @@ from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size
 from torchtitan.distributed.utils import get_spmd_backend
 
 from liger_chunked.device import is_capturing, is_on_gpu
-from liger_chunked.functional import cross_entropy_loss
 from liger_chunked.integrations.tensor_parallel import call_in_forward, even_shard
+from liger_chunked.losses import LigerFusedLinearCrossEntropyLoss
 from liger_chunked.types import VocabShard
 
 __all__ = ["FusedLinearCrossEntropyLoss"]
@@ -96,16 +96,15 @@ class FusedLinearCrossEntropyLoss(ChunkedLossWrapper):
         if self.config.cuda_graphs:
             counts = labels != IGNORE_INDEX
             token_weights, labels = counts.to(torch.float32), labels.where(counts, 0)
-        loss = cross_entropy_loss(
+        reduction = "sum" if global_valid_tokens is None else "mean"
+        loss = LigerFusedLinearCrossEntropyLoss(reduction=reduction, logits_budget=self.config.logits_budget)(
             head.weight,
             hidden,
             labels,
             head.bias,
             vocab_shard=self._shard(head.weight),
             token_weights=token_weights,
-            reduction="sum" if global_valid_tokens is None else "mean",
             num_items=global_valid_tokens,
-            logits_budget=self.config.logits_budget,
         )
         assert isinstance(loss, Tensor)
         return loss

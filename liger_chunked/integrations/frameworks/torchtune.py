@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torchtune.modules.loss import SFTLoss
 
 from liger_chunked.calls import typed_like
-from liger_chunked.functional import cross_entropy_loss
 from liger_chunked.integrations.tensor_parallel import call_in_forward
+from liger_chunked.losses import LigerFusedLinearCrossEntropyLoss
 
 __all__ = ["FusedLinearCrossEntropyLoss"]
 
@@ -55,8 +55,7 @@ class FusedLinearCrossEntropyLoss(SFTLoss, nn.Module):
         (head,) = self._owner
         weight: Any = head.weight
         bias: Any = getattr(head, "bias", None)
-        loss = cross_entropy_loss(
-            weight, outputs, targets, bias, ignore_index=self.ignore_index, logits_budget=self.logits_budget
-        )
+        settings: Any = {"ignore_index": self.ignore_index, "logits_budget": self.logits_budget}
+        loss = LigerFusedLinearCrossEntropyLoss(**settings)(weight, outputs, targets, bias)
         assert isinstance(loss, Tensor)
         return loss

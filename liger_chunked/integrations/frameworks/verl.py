@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from liger_chunked.calls import typed_like
-from liger_chunked.functional import linear_token_stats
+from liger_chunked.engine import linear_token_stats
 from liger_chunked.integrations.tensor_parallel import budget_of, even_shard
 from liger_chunked.losses import LigerFusedLinearDistillationBase, LigerFusedLinearKLDivLoss
 from liger_chunked.types import LogitOptions, VocabShard, described

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_chunked.functional import linear_token_stats
+from liger_chunked.engine import linear_token_stats
 from liger_chunked.integrations.frameworks.megatron import OutputProcessor
 from liger_chunked.integrations.frameworks.verl import positions_before_responses, register_loss, teacher_states
 from liger_chunked.losses import LigerFusedLinearDistillationBase, LigerFusedLinearKLDivLoss
