@@ -58,8 +58,7 @@ SCENARIOS = {
     "grpo_trainer": "_get_per_token_logps_and_entropies",
     "multi_token": "_compute_mtp_acceptance_counts",
     "kto_trainer": "_compute_kl_logps",
-    "online_trainer": "_forward",
-    "gold_trainer": "_raw_prompts _get_start_and_size_answers",
+    "stock_trainer": "_BaseTrainer _prepare_inputs _precompute_ref_logps",
 }
 
 
@@ -177,6 +176,11 @@ class _Reader(ast.NodeVisitor):
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         if self.classes and node.name in self.inherited.get(self.classes[-1], ()):
             self.add([node.name], node)
+        self.generic_visit(node)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        if isinstance(node.target, ast.Name) and node.value is not None and (path := self.path_of(node.value)):
+            self.modules[node.target.id] = path
         self.generic_visit(node)
 
     def path_of(self, node: ast.expr) -> str | None:

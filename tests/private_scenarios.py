@@ -47,7 +47,7 @@ def stock(weight: Tensor, hidden: Tensor, target: Tensor) -> Tensor:
 
 
 def fused(weight: Tensor, hidden: Tensor, target: Tensor, **options: Any) -> Tensor:
-    from liger_chunked.functional import cross_entropy_loss
+    from liger_chunked import LigerFusedLinearCrossEntropyLoss
 
     return cross_entropy_loss(weight, hidden, target, logits_budget=4 * V * 8, **options)
 
@@ -187,7 +187,7 @@ def base_kernels() -> None:
 def interpreted() -> None:
     """The Triton kernels, in Triton's interpreter."""
     os.environ["TRITON_INTERPRET"] = "1"
-    from liger_chunked.functional import cross_entropy_loss
+    from liger_chunked import LigerFusedLinearCrossEntropyLoss
     from liger_chunked.kernels import backend
 
     assert backend.INTERPRETED and backend.triton is not None
@@ -274,7 +274,7 @@ def tensor_kinds() -> None:
 def compiled() -> None:
     """Compiled steps, whose graph breaks at a loss."""
     from liger_chunked import LigerFusedLinearCrossEntropyLoss, functional
-    from liger_chunked.functional import cross_entropy_loss
+    from liger_chunked import LigerFusedLinearCrossEntropyLoss
 
     data = tensors()
     expected = step(stock, *data)
@@ -466,7 +466,7 @@ def labelled_loss(model: nn.Module) -> Tensor:
 
 
 def head_fn_loss(model: nn.Module) -> Tensor:
-    from liger_chunked.functional import cross_entropy_loss
+    from liger_chunked import LigerFusedLinearCrossEntropyLoss
 
     def fn(head: Any, given: Any) -> Tensor:
         return cross_entropy_loss(head.weight, given.hidden_states, given.target, head.bias)
@@ -754,15 +754,29 @@ def sft_trainer() -> None:
     _assert_same_training("SFT")
 
 
+def stock_trainer() -> None:
+    """A stock trainer under `patch_trl`, whose reference comes from a file; or an error that says what is missing."""
+    from trl import DPOConfig, DPOTrainer
+
+    try:
+        from liger_chunked import patch_trl
+    except ImportError as error:
+        assert "_BaseTrainer" in str(error)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        config = {"precompute_ref_log_probs": True, "max_steps": 1, "report_to": "none", "use_cpu": True, "bf16": False}
+        args, path = DPOConfig(folder, **config), Path(folder) / "reference.parquet"
+        given: Any = {"processing_class": tiny.tokenizer(), "train_dataset": tiny.dataset("pairs"), "args": args}
+        try:
+            with patch_trl(reference_cache=path):
+                DPOTrainer(tiny.model(), **given).train()
+        except RuntimeError as error:
+            assert "TRL" in str(error) and not path.exists()
+            return
+        assert path.exists()
+
+
 def kto_trainer() -> None:
     from liger_chunked import LigerFusedLinearKTOLoss
 
     _assert_same_training("KTO", LigerFusedLinearKTOLoss())
-
-
-def online_trainer() -> None:
-    _assert_same_training("OnlineDPO")
-
-
-def gold_trainer() -> None:
-    _assert_same_training("GOLD")

@@ -24,7 +24,7 @@ GATES = {
     "_compute_loss",
 }
 # Train models, for seconds.
-SLOW = {"patched", "dpo_trainer", "kto_trainer", "online_trainer", "gold_trainer", "grpo_trainer", "sft_trainer"}
+SLOW = {"patched", "dpo_trainer", "kto_trainer", "stock_trainer", "grpo_trainer", "sft_trainer"}
 
 RUN = """
 import json, os, sys, warnings

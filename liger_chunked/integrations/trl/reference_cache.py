@@ -32,6 +32,9 @@ def check_reference_cache(trainer: Any, config: TrainingArguments | None) -> Non
         raise ValueError(f"reference_cache is of DPO and KTO: {name} reads no reference log-probabilities from columns")
     if not getattr(config, "precompute_ref_log_probs", False):
         raise ValueError(f"reference_cache needs precompute_ref_log_probs=True in the config of {name}")
+    classes = [cls for cls in type(trainer).__mro__ if "_precompute_ref_logps" in vars(cls)]
+    if len(classes) < 2:  # ours, and TRL's
+        raise RuntimeError(f"{name} of this TRL has no place where it would read reference_cache: leave it out")
     if getattr(config, "ld_alpha", None) is not None:
         raise ValueError("reference_cache holds sums over tokens, and ld_alpha weighs these: leave one of them out")
 
