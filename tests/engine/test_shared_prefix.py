@@ -31,7 +31,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.integrations.neftune import activate_neftune, deactivate_neftune
+from transformers.integrations.neftune import activate_neftune
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from liger_chunked import LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss
@@ -40,7 +40,7 @@ from liger_chunked.integrations.transformers.head_input import HeadInput
 from liger_chunked.kernels.tuning.hopper import HOPPER
 from liger_chunked.shared_prefix import SharedBatch, share, share_batch, shared_prefix_hidden_states, why_not_shared
 from liger_chunked.shared_prefix import attention as trie_attention
-from liger_chunked.shared_prefix.attention import BLOCK, TrieMask, dense_mask, trie_mask
+from liger_chunked.shared_prefix.attention import BLOCK, dense_mask, trie_mask
 from liger_chunked.shared_prefix.inputs import model_inputs
 from liger_chunked.shared_prefix.trie import pack_trie
 from liger_chunked.types import Head
@@ -195,8 +195,7 @@ def completions(side: str) -> tuple[Tensor, Tensor, Tensor]:
     return ids, mask, labels
 
 
-@pytest.mark.parametrize("loss", [dpo, grpo])
-@pytest.mark.parametrize(("name", "way"), CASES)
+@pytest.mark.parametrize(("loss", "name", "way"), [(dpo, "llama", "sdpa"), (grpo, "gemma2", "eager")])
 def test_losses_and_their_gradients(name: str, way: str, loss: Callable[[Head, HeadInput], Tensor]) -> None:
     model = build(name, way)
     ids, mask, labels = completions("right")
@@ -576,57 +575,60 @@ def test_refused(prefix: str, config: dict[str, Any], reason: str) -> None:
     assert share.share_pass(model, {"input_ids": ids}) is None
 
 
-def test_refused_for_now() -> None:
-    model = build("llama")
-    assert why_not_shared(model) is None
-    model.config.attention_dropout = 0.1
-    assert why_not_shared(model) is None
-    model.train()
-    assert "attention_dropout is 0.1" in (why_not_shared(model) or "")
-    assert "more than text" in (why_not_shared(BY_ID["qwen2_vl"].build()) or "")
-    peft = pytest.importorskip("peft")
-    tuned = peft.get_peft_model(build("llama"), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
-    assert "virtual tokens" in (why_not_shared(tuned) or "")
+def changed(training: bool = True, **config: Any) -> PreTrainedModel:
+    model = build("llama").train(training)
+    vars(model.config).update(config)
+    return model
 
 
-@pytest.mark.parametrize("name", ["attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout"])
-def test_dropout_of_any_name_is_refused_in_training(name: str) -> None:
+def with_noise() -> PreTrainedModel:
     model = build("llama").train()
-    setattr(model.config, name, 0.1)
-    assert f"{name} is 0.1" in (why_not_shared(model) or "")
-    assert why_not_shared(model.eval()) is None
+    activate_neftune(model, 5.0)
+    return model
 
 
-def test_noise_that_depends_on_the_row_is_refused() -> None:
-    model = build("llama").train()
-    handle = activate_neftune(model, 5.0)
-    assert "NEFTune" in (why_not_shared(model) or "")
-    assert why_not_shared(model.eval()) is None
-    deactivate_neftune(model.train(), handle)
-    assert why_not_shared(model) is None
+def louder(module: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, 2 * query, *args, **kwargs)
 
 
-def test_attention_of_a_user_is_refused() -> None:
-    def louder(module: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, 2 * query, *args, **kwargs)
-
+def attention_of_a_user() -> PreTrainedModel:
     AttentionInterface.register("sdpa_louder", louder)
-    assert "'sdpa_louder', is not one of transformers" in (why_not_shared(build("llama", "sdpa_louder")) or "")
+    return build("llama", "sdpa_louder")
 
 
-def test_adapters_that_read_sequences_are_refused() -> None:
-    """Inside a wrapper too: the trainers ask about the base model."""
+def adapted(kind: str, base: bool = True, **config: Any) -> Any:
+    """Return a model with an adapter, or the base model in its wrapper, which the trainers ask about."""
     peft = pytest.importorskip("peft")
-    adapter = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[60])
-    model = peft.get_peft_model(build("llama"), adapter)
-    for asked in (model, model.get_base_model()):
-        assert "starts at a token" in (why_not_shared(asked) or "")
-    for adapter in (
-        peft.PolyConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], n_tasks=2),
-        peft.LilyConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]),
-    ):
-        reason = why_not_shared(peft.get_peft_model(build("llama"), adapter).get_base_model())
-        assert type(adapter).__name__ in (reason or "")
+    model = peft.get_peft_model(build("llama"), getattr(peft, kind)(task_type="CAUSAL_LM", **config))
+    return model.get_base_model() if base else model
+
+
+ALORA: dict[str, Any] = {"target_modules": ["q_proj"], "alora_invocation_tokens": [60]}
+DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        *((functools.partial(changed, **{name: 0.1}), f"{name} is 0.1") for name in DROPOUTS),
+        (with_noise, "NEFTune"),
+        (attention_of_a_user, "'sdpa_louder', is not one of transformers"),
+        (lambda: BY_ID["qwen2_vl"].build(), "more than text"),
+        (lambda: adapted("PromptTuningConfig", base=False, num_virtual_tokens=2), "virtual tokens"),
+        (lambda: adapted("LoraConfig", base=False, **ALORA), "starts at a token"),
+        (lambda: adapted("LoraConfig", **ALORA), "starts at a token"),
+        (lambda: adapted("PolyConfig", target_modules=["q_proj"], n_tasks=2), "PolyConfig"),
+        (lambda: adapted("LilyConfig", target_modules=["q_proj"]), "LilyConfig"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_refused_as_it_is(make: Callable[[], Any], reason: str) -> None:
+    assert reason in (why_not_shared(make()) or "")
+
+
+@pytest.mark.parametrize("make", [lambda: changed(False, attention_dropout=0.1), lambda: with_noise().eval()])
+def test_evaluation_draws_nothing(make: Callable[[], Any]) -> None:
+    assert why_not_shared(make()) is None
 
 
 _FACTORS = [1.0, 2.0, 3.0, 4.0]
@@ -720,10 +722,3 @@ def test_decision(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages[1:] == [
         "MambaForCausalLM computes shared prompts once for each sequence: its layers carry a state from token to token"
     ]
-
-
-def test_masks_of_each_kind_of_layer() -> None:
-    ids, mask = padded(SEQUENCES)
-    for name, way, kind in (("gemma3", "sdpa", dict), ("llama", "sdpa", Tensor), ("llama", "flex_attention", TrieMask)):
-        given = share_batch(build(name, way), ids, mask).inputs["attention_mask"]
-        assert isinstance(given, kind)
