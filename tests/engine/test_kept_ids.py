@@ -478,22 +478,17 @@ def test_the_temperature_of_kept_ids() -> None:
         kept.to("cpu").take(torch.arange(B * T)),
         KeptIds.cat([kept.take(torch.arange(3)), kept.take(torch.arange(3, B * T))]),
     ]
-    policy: Any = {"weight": weight, "input": input, "target": target, "advantages": torch.ones(B)}
+    grpo = partial(LigerFusedLinearGRPOLoss(), weight, input, target, torch.ones(B))
+    stats = partial(linear_token_stats, weight, input, target)
     for ids in made:
         assert ids.temperature == 0.7
-        for temperature in (0.7, per_token):
-            linear_token_stats(weight, input, target, kept=ids, temperature=temperature)
-        LigerFusedLinearGRPOLoss(temperature=0.7)(**policy, kept=ids)
-        LigerFusedLinearGRPOLoss()(**policy, kept=ids, temperature=per_token)
-        for call, got in (
-            (lambda ids=ids: linear_token_stats(weight, input, target, kept=ids), "1"),
-            (lambda ids=ids: LigerFusedLinearGRPOLoss(temperature=0.9)(**policy, kept=ids), "0.9"),
-            (lambda ids=ids: linear_token_stats(weight, input, target, kept=ids, temperature=per_token + 0.1), "0.8"),
-            (lambda ids=ids: LigerFusedLinearGRPOLoss()(**policy, kept=ids, temperature=per_token + 0.1), "0.8"),
-        ):
-            message = f"kept was drawn at temperature 0.7, but this call divides .* {got}:"
-            with pytest.raises(ValueError, match=message):
-                call()
+        for call in (stats, grpo):
+            call(kept=ids, temperature=per_token)
+            for options, got in (({}, "1"), ({"temperature": per_token + 0.1}, "0.8")):
+                with pytest.raises(
+                    ValueError, match=f"kept was drawn at temperature 0.7, but this call divides .* {got}:"
+                ):
+                    call(kept=ids, **options)
     unknown = [KeptIds(kept.ids, kept.offsets), KeptIds.cat([kept, KeptIds.from_lists([[1]], temperature=0.8)])]
     assert [x.temperature for x in unknown] == [None, None]
     linear_token_stats(weight, input, target, kept=unknown[0], temperature=0.3)

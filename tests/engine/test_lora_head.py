@@ -643,27 +643,6 @@ def test_products_of_a_frozen_weight(row, frozen_input, tokens):
     assert found == pytest.approx(without + of_up + of_down, rel=1e-12)
 
 
-@PEFT_WARNINGS
-@pytest.mark.ordinary_memory
-def test_products_and_largest_tensor_of_a_peft_model():
-    """Two products with the frozen weight, and those of rank r."""
-    from liger_chunked import attach_head
-
-    vocab, hidden, rank = 2503, 32, 3
-    model, batch = peft_model(sizes={"vocab_size": vocab}), labelled()
-    attach_head(model)
-    n, total = int((next_tokens(batch["labels"]) != -100).sum()), batch["labels"].numel()
-    budget, counts, memory = 8 * vocab * n // 3, [], Memory()
-    memory.expect(*model.parameters(), *model.buffers(), *batch.values())
-    for head_fn in (lambda head, input: input.hidden_states.sum(), functools.partial(sft, budget=budget)):
-        with flop_counter() as counter, memory:
-            model(**batch, head_fn=head_fn).backward()
-        counts.append(counter.get_total_flops())
-    of_adapter = 3 * 2 * n * rank * vocab + 2 * 2 * total * rank * hidden  # PEFT's forward runs in both
-    assert counts[1] - counts[0] == 2 * 2 * n * hidden * vocab + of_adapter
-    assert memory.largest == budget
-
-
 @pytest.mark.ordinary_memory
 @pytest.mark.sampled
 @by_path
@@ -816,25 +795,6 @@ def test_down_runs_once_with_the_callers_modes():
     assert [grad for _, grad in calls[2:]] == [False, True]
     tagged = example(up=example()[0].up.as_subclass(Tagged))[0]
     assert functional.cross_entropy_loss(tagged, input, target) == functional.cross_entropy_loss(weight, input, target)
-
-
-def test_statistics_in_two_backwards_and_under_a_checkpoint():
-    weight, input, target = example()
-    factors = [torch.randn(2, 4, requires_grad=True), weight.up.requires_grad_(), input.requires_grad_()]
-    head = AdaptedWeight(weight.weight, weight.up, lambda x: x @ factors[0].t())
-
-    def loss(input: Tensor) -> Tensor:
-        stats = linear_token_stats(head, input, target, outputs=("logps", "entropy"), logits_budget=2 * 11 * 4)
-        return (stats.logps + 0.3 * stats.entropy).sum()
-
-    value = loss(input)
-    first = torch.autograd.grad(value, factors, retain_graph=True)
-    second = torch.autograd.grad(3 * value, factors)
-    checkpointed = torch.utils.checkpoint.checkpoint(loss, input, use_reentrant=False)
-    third = torch.autograd.grad(checkpointed, factors)
-    for a, b, c in zip(first, second, third, strict=True):
-        torch.testing.assert_close(3 * a, b)
-        torch.testing.assert_close(a, c)
 
 
 REFUSED = [

@@ -34,7 +34,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.neftune import activate_neftune
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from liger_chunked import LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss
+from liger_chunked import LigerFusedLinearDPOLoss
 from liger_chunked.integrations.transformers import attach_head
 from liger_chunked.integrations.transformers.head_input import HeadInput
 from liger_chunked.kernels.tuning.hopper import HOPPER
@@ -180,12 +180,6 @@ def dpo(head: Head, input: HeadInput) -> Tensor:
     return loss(head.weight, input.hidden_states, input.target, head.bias, ref_logps=ref_logps)[0]
 
 
-def grpo(head: Head, input: HeadInput) -> Tensor:
-    loss = LigerFusedLinearGRPOLoss(softcap=input.options.softcap, logit_scale=input.options.logit_scale)
-    advantages = torch.linspace(-1, 2, len(input.hidden_states), dtype=torch.float64)
-    return loss(head.weight, input.hidden_states, input.target, advantages, head.bias)[0]
-
-
 def completions(side: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return ids, mask and labels of chosen and then rejected completions, or of two groups of rollouts."""
     sequences = [PROMPTS[0] + [40, 41, 42, 43], PROMPTS[1] + [22, 23], PROMPTS[0] + [40, 50], PROMPTS[1] + [60, 61, 62]]
@@ -193,20 +187,6 @@ def completions(side: str) -> tuple[Tensor, Tensor, Tensor]:
     lengths = torch.tensor([8, 2, 8, 2])
     labels = ids.masked_fill((mask == 0) | (positions(mask) < lengths[:, None]), -100)
     return ids, mask, labels
-
-
-@pytest.mark.parametrize(("loss", "name", "way"), [(dpo, "llama", "sdpa"), (grpo, "gemma2", "eager")])
-def test_losses_and_their_gradients(name: str, way: str, loss: Callable[[Head, HeadInput], Tensor]) -> None:
-    model = build(name, way)
-    ids, mask, labels = completions("right")
-    reference = stock(model)
-    attach_head(model)
-    attach_head(reference)
-    padded_loss = reference(ids, attention_mask=mask, labels=labels, head_fn=loss)
-    batch = share_batch(model, ids, mask)
-    shared_loss = model(**batch.inputs, labels=labels, head_fn=batch.head_fn(loss))
-    assert_same(shared_loss, padded_loss)
-    assert_same(gradients(model, shared_loss), gradients(model, padded_loss))
 
 
 @pytest.mark.parametrize("keep", [5, torch.tensor([8, 9]), torch.tensor([[1, 2], [0, 1], [2, 1], [1, 3]]), "mask"])
@@ -222,35 +202,6 @@ def test_positions_to_keep(keep: Any) -> None:
     kept = torch.ones_like(mask) * mask
     weights = share.kept(kept[..., None], keep)
     assert_same(model(**batch.inputs, head_fn=fn) * weights, expected * weights)
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize(("name", "way"), [("gemma3", "sdpa"), ("gemma3", "flex_attention"), ("gpt_oss", "eager")])
-def test_gradient_checkpointing(name: str, way: str, use_reentrant: bool) -> None:
-    model = build(name, way)
-    ids, mask = padded(SEQUENCES)
-    expected = gradients(model, (padded_hidden_states(model, ids, mask) ** 2).sum())
-    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    model.train()
-    model.enable_input_require_grads()
-    assert_same(gradients(model, (shared_prefix_hidden_states(model, ids, mask) ** 2).sum()), expected)
-
-
-def test_tokens_through_the_backbone() -> None:
-    model = build("llama")
-    ids, mask = padded(SEQUENCES)
-    seen = []
-    model.get_input_embeddings().register_forward_hook(lambda module, args, output: seen.append(args[0].numel()))
-    shared_prefix_hidden_states(model, ids, mask)
-    nodes = len({tuple(s[:n]) for s in SEQUENCES for n in range(1, len(s) + 1)})
-    assert seen == [-(-nodes // 8) * 8]
-
-
-def test_a_backbone_without_a_head_and_no_mask() -> None:
-    model = build("qwen3", "sdpa")
-    ids = torch.tensor([[10, 11, 12], [10, 11, 13]])
-    got = shared_prefix_hidden_states(model.model, ids)
-    assert_same(got, padded_hidden_states(model, ids, torch.ones_like(ids)))
 
 
 SMALL = build("mistral", "sdpa")
@@ -289,20 +240,6 @@ def test_hidden_states_of_trailing_padding(name: str) -> None:
 
 
 # Wrappers.
-
-
-def test_under_peft() -> None:
-    peft = pytest.importorskip("peft")
-    model = build("llama", "sdpa")
-    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(model, config).double()
-    ids, mask, labels = completions("left")
-    attach_head(model)
-    batch = share_batch(model, ids, mask)
-    shared = gradients(model, model(**batch.inputs, labels=labels, head_fn=batch.head_fn(dpo)))
-    stock_loss = model(ids, attention_mask=mask, position_ids=positions(mask), labels=labels, head_fn=dpo)
-    assert_same(shared, gradients(model, stock_loss))
-    assert all("lora" in name for name in shared)
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])

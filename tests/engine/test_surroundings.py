@@ -30,7 +30,6 @@ from liger_chunked.engine import sink, source, surroundings
 from liger_chunked.engine.kept import _KeptRule
 from liger_chunked.engine.stats import _StatisticsRule
 from liger_chunked.engine.step import Step
-from liger_chunked.losses.base import FusedLoss
 
 by_path = pytest.mark.parametrize("row", on_paths())
 by_path_of_products = pytest.mark.parametrize("row", on_paths(row for row in ROWS if row.products))
@@ -597,46 +596,37 @@ def test_batched_backward(row: Row) -> None:
 
 
 COPIES = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dumps(x))}
+# A loss of each kind, and its batches.
+LOSSES: dict[str, tuple[Any, Callable[[Sizes, int], Batch]]] = {
+    "ce": (lc.LigerFusedLinearCrossEntropyLoss(ce_weight=torch.linspace(0.2, 2, SMALL.vocab)), tokens),
+    "dpo": (lc.LigerFusedLinearDPOLoss(logits_budget=SEVERAL_CHUNKS), table.pairs),
+    "bco": (lc.LigerFusedLinearBCOLoss(), table.examples),
+    "grpo": (lc.LigerFusedLinearGRPOLoss(entropy_coef=0.1, logits_budget=SEVERAL_CHUNKS), table.rollouts),
+    "jsd": (lc.LigerFusedLinearJSDLoss(), table.students),
+}
+every_loss = pytest.mark.parametrize(("loss", "sample"), LOSSES.values(), ids=LOSSES)
 
 
-@pytest.fixture
-def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[FusedLoss], FusedLoss]], list[FusedLoss]]]:
-    """Return a function that makes every call use a copy of the loss, and returns the list of called losses."""
-    called: list[FusedLoss] = []
-
-    def replace(other: Callable[[FusedLoss], FusedLoss]) -> list[FusedLoss]:
-        def call(self: FusedLoss, *args: Any, **kwargs: Any) -> Any:
-            called.append(self)
-            return nn.Module.__call__(other(self), *args, **kwargs)
-
-        monkeypatch.setattr(FusedLoss, "__call__", call)
-        return called
-
-    yield replace
+def value_of(loss: Any, batch: Batch) -> Tensor:
+    returned = loss(**batch)
+    return returned[0] if isinstance(returned, tuple) else returned
 
 
-@pytest.mark.sampled
-@by_path
+@every_loss
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
-def test_copies(row: Row, copied: Callable[[Any], Any], modules: Callable[..., list[FusedLoss]]) -> None:
-    batch = row.sample(SMALL, seed=0)
-    expected = evaluate(row.ours, batch)
-    called = modules(copied)
-    assert_equal(evaluate(row.ours, batch), expected)
-    assert bool(called) == (not row.id.startswith("stats"))
+def test_copies(loss: Any, sample: Callable[[Sizes, int], Batch], copied: Callable[[Any], Any]) -> None:
+    batch = sample(SMALL, 0)
+    assert_equal(evaluate(partial(value_of, copied(loss)), batch), evaluate(partial(value_of, loss), batch))
 
 
 # Threads
 
 
-@by_path
-def test_threads(row: Row, modules: Callable[..., list[FusedLoss]]) -> None:
+@every_loss
+def test_threads(loss: Any, sample: Callable[[Sizes, int], Batch]) -> None:
     """One loss in several threads at once, with different batches; one of them runs under hooks."""
-    batches = [row.sample(SMALL, seed) for seed in range(3)]
-    expected = [evaluate(row.ours, batch) for batch in batches]
-    shared: dict[type, FusedLoss] = {}
-    modules(lambda loss: shared.setdefault(type(loss), loss))
-    row.ours(batches[0])  # creates the shared loss
+    batches = [sample(SMALL, seed) for seed in range(3)]
+    expected = [evaluate(partial(value_of, loss), batch) for batch in batches]
     start = threading.Barrier(len(batches))
     results: dict[int, Any] = {}
 
@@ -644,7 +634,7 @@ def test_threads(row: Row, modules: Callable[..., list[FusedLoss]]) -> None:
         try:
             start.wait()
             with Hooks()() if i == 0 else nullcontext():
-                results[i] = [evaluate(row.ours, batches[i]) for _ in range(2)]
+                results[i] = [evaluate(partial(value_of, loss), batches[i]) for _ in range(2)]
         except BaseException as error:
             results[i] = error
 
