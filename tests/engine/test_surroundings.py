@@ -600,7 +600,6 @@ COPIES = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": lambda x: pick
 LOSSES: dict[str, tuple[Any, Callable[[Sizes, int], Batch]]] = {
     "ce": (lc.LigerFusedLinearCrossEntropyLoss(ce_weight=torch.linspace(0.2, 2, SMALL.vocab)), tokens),
     "dpo": (lc.LigerFusedLinearDPOLoss(logits_budget=SEVERAL_CHUNKS), table.pairs),
-    "bco": (lc.LigerFusedLinearBCOLoss(), table.examples),
     "grpo": (lc.LigerFusedLinearGRPOLoss(entropy_coef=0.1, logits_budget=SEVERAL_CHUNKS), table.rollouts),
     "jsd": (lc.LigerFusedLinearJSDLoss(), table.students),
 }

@@ -65,6 +65,12 @@ def assert_same(found: list[Tensor | None], expected: list[Tensor | None], toler
             assert (a - b).abs().max() <= tolerance * b.abs().max().clamp(min=1e-30)
 
 
+def assert_tiles_are_same(module: nn.Module, x: Tensor, tokens: int = 8, function: Any = None) -> None:
+    function = function or module
+    found = gradients(lambda x: tiled(function, module, x, tokens), module, x)
+    assert_same(found, gradients(function, module, x))
+
+
 class Packed(nn.Module):
     """Gate and up are halves of one parameter, and down has a weight norm: every weight is computed."""
 
@@ -81,9 +87,7 @@ class Packed(nn.Module):
 @pytest.mark.parametrize("tokens", [7, 1000])
 def test_computed_weights(tokens):
     torch.manual_seed(0)
-    module, x = Packed().double(), rows(3, 17, H)
-    found = gradients(lambda x: tiled(module, module, x, tokens), module, x)
-    assert_same(found, gradients(module, module, x))
+    assert_tiles_are_same(Packed().double(), rows(3, 17, H), tokens)
 
 
 class Scaled(nn.Module):
@@ -299,19 +303,15 @@ class Odd(nn.Module):
 
 def test_any_token_wise_module():
     module, x = Odd().double(), rows(2, 25, H)
-    found = gradients(lambda x: tiled(module, module, x, 8), module, x)
-    assert_same(found, gradients(module, module, x))
+    assert_tiles_are_same(module, x)
 
 
 def test_inputs_without_gradient():
     module, x = mlp(), rows(40, H).detach()
-    found = gradients(lambda x: tiled(module, module, x, 8), module, x)
-    assert_same(found, gradients(module, module, x))
+    assert_tiles_are_same(module, x)
     module.requires_grad_(False)
     assert not tiled(module, module, x, 8).requires_grad
-    assert_same(
-        gradients(lambda x: tiled(module, module, x, 8), module, rows(40, H)), gradients(module, module, rows(40, H))
-    )
+    assert_tiles_are_same(module, rows(40, H))
 
 
 @pytest.mark.parametrize("change", [lambda y, s: y.mul_(s), lambda y, s: y * s, lambda y, s: y.tanh_()])
@@ -323,9 +323,7 @@ def test_an_output_that_is_changed_is_recomputed(change):
     def changed(x: Tensor) -> Tensor:
         return change(module.down_proj(module.gate_proj(x).sin()), module.s)
 
-    assert_same(
-        gradients(lambda x: tiled(changed, module, x, 8), module, rows(30, H)), gradients(changed, module, rows(30, H))
-    )
+    assert_tiles_are_same(module, rows(30, H), function=changed)
 
 
 def test_dropout_draws_the_same_numbers_again():
