@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_chunked import (
     LigerFusedLinearCrossEntropyLoss,
-    LigerFusedLinearDPOLoss,
     LigerFusedLinearGRPOLoss,
     LigerFusedLinearKLDivLoss,
     LigerFusedLinearULDLoss,
@@ -273,7 +272,6 @@ METRICS: dict[str, tuple[Callable[..., Any], dict[str, Any], Callable[[int], Bat
         },
         lambda seed: tokens(SMALL, seed),
     ),
-    "dpo": (LigerFusedLinearDPOLoss, {"use_ref_model": False}, lambda seed: tokens(SMALL, seed)),
     "grpo": (
         LigerFusedLinearGRPOLoss,
         {"entropy_coef": 0.1, "reduction": "bnpo"},

@@ -249,16 +249,15 @@ def test_under_data_parallel(wrapper: str, tmp_path: Path) -> None:
     try:
         model = build("gemma3", "sdpa")
         ids, mask, labels = completions("right")
-        expected = gradients(model, _padded_loss(model, ids, mask, labels))
+        attach_head(model)
+        expected = gradients(model, model(ids, attention_mask=mask, labels=labels, head_fn=dpo))
         model.zero_grad()
-        wrapped: nn.Module = model
         if wrapper == "ddp":
-            wrapped = DistributedDataParallel(model)
+            wrapped: nn.Module = DistributedDataParallel(model)
         else:
             mesh = init_device_mesh("cpu", (1,))
-            for layer in model.model.layers:
-                fully_shard(layer, mesh=mesh)
-            fully_shard(model, mesh=mesh)
+            for part in (*model.model.layers, model):
+                wrapped = fully_shard(part, mesh=mesh)
         attach_head(wrapped)
         batch = share_batch(wrapped, ids, mask)
         wrapped(**batch.inputs, labels=labels, head_fn=batch.head_fn(dpo)).backward()
@@ -269,11 +268,6 @@ def test_under_data_parallel(wrapper: str, tmp_path: Path) -> None:
         assert_same(whole, expected)
     finally:
         dist.destroy_process_group()
-
-
-def _padded_loss(model: PreTrainedModel, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
-    attach_head(model)
-    return model(ids, attention_mask=mask, labels=labels, head_fn=dpo)
 
 
 # FlexAttention.
