@@ -24,7 +24,9 @@ from table import (
     n_valid,
     pairs,
     relative_error,
+    rollouts,
     rows,
+    students,
     tokens,
 )
 from torch import Tensor
@@ -32,6 +34,8 @@ from torch import Tensor
 from liger_chunked import (
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDPOLoss,
+    LigerFusedLinearGRPOLoss,
+    LigerFusedLinearJSDLoss,
     linear_token_stats,
 )
 from liger_chunked.engine import choose
@@ -453,6 +457,32 @@ def test_float16_with_a_loss_scale(row, scale, device):
         assert relative_error(value, expected) <= bound, name
 
 
+def test_100_steps_in_slices_of_bfloat16():
+    """Rounding errors that add up over steps and slices would move the weights further than eager code does."""
+    vocab, hidden, n = 2503, 16, 24
+    generator = torch.Generator().manual_seed(0)
+    start = [0.5 * torch.randn(vocab, hidden, generator=generator) for _ in range(2)]
+    ids = [torch.randint(vocab, (n,), generator=generator) for _ in range(4)]
+
+    def trained(loss, dtype):
+        embedding, head = ((x.double() if dtype == torch.float64 else x.clone()).requires_grad_() for x in start)
+        optimizer = torch.optim.SGD([embedding, head], lr=0.5)
+        for i in range(100):
+            x = ids[i % len(ids)]
+            value = loss(head.to(dtype), embedding[x].to(dtype), (x + 1) % vocab)
+            optimizer.zero_grad()
+            value.backward()
+            optimizer.step()
+        return {"loss": value.detach(), "embedding": embedding.detach(), "head": head.detach()}
+
+    ours = trained(LigerFusedLinearCrossEntropyLoss(logits_budget=2 * 10 * vocab), torch.bfloat16)
+    exact, naive = (trained(eager.cross_entropy, dtype) for dtype in (torch.float64, torch.bfloat16))
+    assert exact["loss"] < 0.7 * math.log(vocab)
+    for name in exact:
+        bound = max(1.1 * relative_error(naive[name], exact[name]), torch.finfo(torch.bfloat16).eps / n**0.5)
+        assert relative_error(ours[name], exact[name]) <= bound, name
+
+
 # Pairs
 
 
@@ -500,6 +530,35 @@ def test_cross_entropy_metrics(reduction, device):
     torch.testing.assert_close(metrics.z_loss, exact - plain, rtol=1e-9, atol=EXACT)
     assert torch.equal(metrics.predicted_tokens, stats["argmax"])
     assert metrics.token_accuracy.item() == pytest.approx(stats["is_top1"].sum().item() / n_valid(batch))
+
+
+@pytest.mark.parametrize("count", [int, torch.tensor, None], ids=["int", "tensor", "none"])
+@pytest.mark.parametrize(
+    ("loss", "sample"),
+    [
+        (LigerFusedLinearCrossEntropyLoss(label_smoothing=0.1, lse_square_scale=0.01), tokens),
+        (LigerFusedLinearJSDLoss(), students),
+        (LigerFusedLinearGRPOLoss(reduction="dapo"), rollouts),
+    ],
+    ids=["ce", "jsd", "dapo"],
+)
+def test_micro_batches_add_up_to_the_batch(loss, sample, count):
+    """Loss and gradients. Without `num_items`, the mean of a micro-batch times its share of the tokens."""
+    batch = sample(SMALL, seed=0)
+    batch["target"][1:3] = -100  # a micro-batch without tokens
+
+    def whole(batch, **items):
+        returned = loss(**batch, **items)
+        return returned[0] if isinstance(returned, tuple) else returned
+
+    def accumulated(batch):
+        total, n = 0.0, n_valid(batch)
+        for part in (slice(0, 1), slice(1, 3), slice(3, 6)):
+            micro = {name: x if name.endswith(("weight", "bias")) else x[part] for name, x in batch.items()}
+            total += whole(micro) * n_valid(micro) / n if count is None else whole(micro, num_items=count(n))
+        return total
+
+    assert_same(evaluate(accumulated, batch), evaluate(whole, batch))
 
 
 def test_argmax_of_no_tokens_is_an_index(device):
