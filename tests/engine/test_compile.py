@@ -481,21 +481,6 @@ def test_backward_twice():
         torch.testing.assert_close(2 * once, twice, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_second_derivatives_are_refused(backend, reduction):
-    batch = tokens(SMALL, seed=0)
-    leaves = {name: batch[name].requires_grad_() for name in ("weight", "input", "bias")}
-    loss = LigerFusedLinearCrossEntropyLoss(reduction=reduction)
-    compiled = torch.compile(loss, backend=backend)
-    (exact,) = torch.autograd.grad(loss(**batch).mean(), leaves["weight"])
-    for leaf in leaves.values():
-        (gradient,) = torch.autograd.grad(compiled(**batch).mean(), leaves["weight"], create_graph=True)
-        torch.testing.assert_close(gradient.detach(), exact)
-        with pytest.raises(RuntimeError, match=r"second derivatives|double backward"):
-            torch.autograd.grad(gradient.square().sum() + leaf.square().sum(), leaf)
-
-
 @pytest.mark.parametrize(
     ("name", "value", "error"),
     [

@@ -238,7 +238,11 @@ FUNCTIONS = [
          weight=normal(V, seed=1), residual=normal(2, 3, V, seed=2)),
     base("layer_norm", lc.liger_layer_norm, "x weight bias", x=normal(2, 3, V), weight=normal(V, seed=1),
          bias=normal(V, seed=2)),
+    base("rms_norm_gated", lc.liger_rms_norm_gated, "x gate weight", x=normal(2, 3, V), gate=normal(2, 3, V, seed=1),
+         weight=normal(V, seed=2)),
+    base("relu_squared", lc.liger_relu_squared, "x", x=normal(2, 3, V)),
     base("swiglu", lc.liger_swiglu, "gate up", gate=normal(2, 3, V), up=normal(2, 3, V, seed=1)),
+    base("swiglu-interleaved", partial(lc.liger_swiglu, limit=2.0, interleaved=True), "gate", gate=normal(2, 3, 2 * V)),
     base("geglu-packed", lc.liger_geglu, "gate", gate=normal(2, 3, 2 * V)),
     *(
         base(f"rope-{'interleaved' if interleaved else 'halves'}",

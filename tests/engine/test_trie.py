@@ -138,16 +138,6 @@ def test_any_forest_of_small_trees(sequences: Sequences, side: str, with_trailin
     assert packed.input_ids.shape[1] <= max(tokens, ids.shape[1])
 
 
-def test_where_trees_are_cut() -> None:
-    """At the shallowest branch, and at the middle one of equals."""
-    ids = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5], [1, 6, 7, 8], [1, 6, 7, 9]])
-    packed = pack_trie(ids, row_tokens=5, tree_tokens=5, multiple=1)
-    assert packed.input_ids.tolist() == [[1, 2, 3, 4, 5], [1, 6, 7, 8, 9]]
-    ids = torch.tensor([[1, 2, i] for i in range(4)])
-    assert pack_trie(ids, row_tokens=4, tree_tokens=4, multiple=1).input_ids.tolist() == [[1, 2, 0, 1], [1, 2, 2, 3]]
-    assert pack_trie(ids, row_tokens=4, multiple=1).input_ids.tolist() == [[1, 2, 0, 1, 2, 3]]
-
-
 def test_padding_on_both_sides_and_between() -> None:
     """GRPO pads prompts on the left and completions on the right; a conversation may have holes."""
     ids = torch.tensor([[9, 1, 2, 3, 9], [1, 2, 9, 4, 9], [9, 1, 9, 2, 5]])
@@ -184,19 +174,6 @@ def test_trailing_padding(sequences: Sequences, side: str, extra: int, row_token
         for t, node in enumerate(nodes):
             assert seen_by(packed, node) == nodes[: t + 1] and flat_ids[node] == sequence[t]
     assert length % 4 == 0
-
-
-@pytest.mark.parametrize(
-    ("mask", "side"),
-    [
-        ([[1, 1, 1], [1, 1, 0]], "right"),
-        ([[0, 1, 1], [1, 1, 0]], "left"),
-        ([[1, 0, 1], [1, 1, 0]], "between"),
-        ([[0, 0, 0], [1, 1, 1]], "right"),
-    ],
-)
-def test_side_of_the_padding(mask: list[list[int]], side: str) -> None:
-    assert pack_trie(torch.ones(2, 3, dtype=torch.long), torch.tensor(mask)).padding == side
 
 
 def test_all_padding() -> None:
