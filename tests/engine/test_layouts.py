@@ -181,6 +181,14 @@ def statistics(budget: int | None = None, **batch: Tensor) -> list[Tensor]:
     return [getattr(stats, name) for name in DIFFERENTIABLE]
 
 
+def of_kept_ids(**batch: Tensor) -> list[Tensor]:
+    """Return statistics of the target and three more ids of each token."""
+    ids = (batch["target"].reshape(-1, 1) + torch.arange(4, device=batch["target"].device)) % SIZES.vocab
+    kept = lc.KeptIds(ids.view(-1), torch.arange(0, ids.numel() + 1, 4, device=ids.device))
+    stats = linear_token_stats(**batch, outputs=("logps", "entropy"), kept=kept)
+    return [stats.logps, stats.entropy]
+
+
 def one_statistic(name: str, **batch: Tensor) -> Tensor:
     """Return one of all computed statistics, so that the other upstream gradients are None."""
     return getattr(linear_token_stats(**batch, outputs=DIFFERENTIABLE), name)
@@ -207,7 +215,7 @@ INTERPRETED = {
 assert set(INTERPRETED) <= {row.id for row in ROWS}
 
 LOSSES = [
-    *(of_row(row) for row in ROWS),
+    *(of_row(row) for row in ROWS if row.id != "stats-kept"),  # below
     *(
         Case(f"ce-everything-{budget}", partial(cross_entropy, reduction="mean", budget=budget), weighed_tokens)
         for budget in (None, FEW_ROWS)
@@ -226,6 +234,7 @@ FUNCTIONS = [
         for budget in (None, FEW_ROWS)
     ),
     Case("stats", statistics, ragged),
+    Case("stats-kept", of_kept_ids, lambda: tokens(SIZES, 0)),
     Case("stats-bfloat16", partial(one_statistic, "logps"), lambda: tokens(SIZES, 0), dtype=torch.bfloat16),
     Case("stats-tiles", partial(statistics, budget=FEW_ROWS), lambda: tokens(SIZES, 0)),
     *(

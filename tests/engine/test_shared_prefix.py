@@ -37,7 +37,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from liger_chunked import LigerFusedLinearDPOLoss
 from liger_chunked.integrations.transformers import attach_head
 from liger_chunked.integrations.transformers.head_input import HeadInput
-from liger_chunked.kernels.tuning.hopper import HOPPER
 from liger_chunked.shared_prefix import SharedBatch, share, share_batch, shared_prefix_hidden_states, why_not_shared
 from liger_chunked.shared_prefix import attention as trie_attention
 from liger_chunked.shared_prefix.attention import BLOCK, dense_mask, trie_mask
@@ -368,41 +367,6 @@ def test_compiled_once_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
             with torch.set_grad_enabled(grad):
                 trie_attention._run_compiled(q, k, v, mask, sinks[None, :, None], 0.3, 1.5)
     assert len(graphs) == 2
-    torch._dynamo.reset()
-
-
-@pytest.mark.usefixtures("flex_gradients")
-@pytest.mark.ordinary_memory
-@dynamo_warns
-def test_compiled_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers compiled one by one share their graphs, for rows of any length, and run FlexAttention as tuned."""
-    graphs = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    model = build("llama", "flex_attention")
-    prompts = [[3 + i % 50 for i in range(n)] for n in (150, 300, 600)]
-    batches = [padded([[*prompt, 1], [*prompt, 2]]) for prompt in prompts]
-    expected = [gradients(model, shared_prefix_hidden_states(model, *batch).square().sum()) for batch in batches]
-    torch._dynamo.reset()
-    # On a CPU, the layers above ran dense attention.
-    monkeypatch.setattr(trie_attention, "_has_flex_attention", lambda query: torch.compiler.is_compiling())
-    monkeypatch.setitem(trie_attention.TUNING, torch.device("cpu"), HOPPER)
-    for layer in model.model.layers:
-        layer.compile(backend=backend)
-    for batch, of_dense in zip(batches, expected, strict=True):
-        found = gradients(model, shared_prefix_hidden_states(model, *batch).square().sum())
-        for key, x in of_dense.items():
-            # float64, but FlexAttention sums a softmax block by block
-            torch.testing.assert_close(found[key], x, rtol=1e-9, atol=1e-9, msg=key)
-    assert len(model.model.layers) == 2
-    assert len(graphs) == 2  # of the first length, and of any
-    for graph in graphs:
-        (call,) = [node for node in graph.graph.nodes if node.target is torch.ops.higher_order.flex_attention]
-        (options,) = [x for x in call.args if isinstance(x, dict) and "IS_DIVISIBLE" in x]
-        assert options.items() >= HOPPER.attention_small_heads.items()
     torch._dynamo.reset()
 
 

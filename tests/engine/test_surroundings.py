@@ -8,7 +8,6 @@ import copy
 import gc
 import pickle
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -457,40 +456,6 @@ def test_what_a_loss_holds_changes_after_the_forward(kind: str, change: Callable
     change(loss, scale)
     for grads in twice(value, leaves):
         assert_close(grads, leaves, expected)
-
-
-class _Remembers(_Scaled):
-    """A user's loss that keeps its last value, with its graph, and logs every step."""
-
-    def __init__(self, keep: Callable[[Tensor], Any]) -> None:
-        super().__init__("attribute", torch.tensor(0.5, dtype=torch.float64))
-        self.keep = keep
-        self.log: list[Tensor] = []
-        self.last: Any = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        value, metrics = super().__call__(*args, **kwargs)
-        self.last = self.keep(value)
-        self.log.append(value.detach())
-        return value, metrics
-
-
-@pytest.mark.ordinary_memory
-@pytest.mark.parametrize("keep", [lambda x: x, lambda x: {"loss": [(x,)]}], ids=["itself", "nested"])
-def test_a_loss_that_keeps_its_last_value_keeps_one_graph(keep: Callable[[Tensor], Any]) -> None:
-    batch = table.pairs(SMALL, seed=0, ref=None)
-    loss, graphs = _Remembers(keep), []
-    for _ in range(4):
-        body = nn.Identity()
-        graphs.append(weakref.ref(body))
-        scaled = batch["input"].clone().requires_grad_() * 1.0
-        scaled.register_hook(lambda gradient, body=body: body(gradient))
-        value, _ = loss(**{**batch, "input": scaled})
-        value.backward(retain_graph=True)
-        value.backward()
-        del body, scaled, value
-    gc.collect()
-    assert all(graph() is None for graph in graphs[:-1])
 
 
 # Tensors that were made in inference mode
