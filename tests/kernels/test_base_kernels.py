@@ -120,6 +120,17 @@ def test_without_a_graph(op: Op, device: str) -> None:
 
 
 @pytest.mark.triton
+def test_frozen_weight_computes_no_gradient(device: str) -> None:
+    x, weight, rstd = torch.randn(4, 64, device=device), torch.ones(64, device=device), torch.ones(4, device=device)
+    options = 0.0, "silu", False, 1
+    assert rms_norm._backward(x, None, x, weight, rstd, None, *options, True, False)[1] is None
+    assert rms_norm._backward(x, None, x, weight, rstd, None, *options, False, True)[0] is None
+    stats = torch.stack((rstd, rstd))
+    assert layer_norm._backward(x, x, weight, stats, True, None, None)[1:] == (None, None)
+    assert layer_norm._backward(x, x, weight, stats, False, None, torch.float32)[:2] == (None, None)
+
+
+@pytest.mark.triton
 @one_each
 def test_inputs_stay_and_backward_repeats(op: Op, device: str) -> None:
     inputs = op.sample(op.shapes[0], torch.float32, device)
