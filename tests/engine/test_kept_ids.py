@@ -175,6 +175,29 @@ def test_a_token_does_not_depend_on_the_batch() -> None:
     assert torch.equal(whole.logps[:1], one.logps)
 
 
+@pytest.mark.triton
+def test_layouts_of_hidden_states_and_upstream_gradients(device: str) -> None:
+    """The kernels read contiguous rows and gradients. `sum` expands its upstream gradient."""
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(n, H, generator=generator).to(device) for n in (V, B * T))
+    target = torch.arange(B * T, device=device)
+    kept = KeptIds.from_lists(drawn_lists(target, mixed=False), device)
+
+    def gradients(x: Tensor, expanded: bool) -> list[Tensor]:
+        leaves = [weight.clone().requires_grad_(), x.detach().requires_grad_()]
+        stats = linear_token_stats(*leaves, target, outputs=("logps", "entropy"), kept=kept)
+        parts = [stats.logps, stats.entropy]
+        upstream = [torch.ones(()).to(part).expand(part.shape) for part in parts]
+        return [*torch.autograd.grad(parts, leaves, upstream if expanded else [g.contiguous() for g in upstream])]
+
+    apart = x.t().contiguous().t()
+    assert apart.stride() == (1, B * T)
+    expected = gradients(x, expanded=False)
+    for given, expanded in ((x, True), (apart, False)):
+        for found, same in zip(gradients(given, expanded), expected, strict=True):
+            torch.testing.assert_close(found, same)
+
+
 def test_no_logits_of_other_ids_are_read() -> None:
     """NaN in every other row of the head reaches neither values nor gradients."""
     given = batch(torch.float32)

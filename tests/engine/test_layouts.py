@@ -181,14 +181,6 @@ def statistics(budget: int | None = None, **batch: Tensor) -> list[Tensor]:
     return [getattr(stats, name) for name in DIFFERENTIABLE]
 
 
-def of_kept_ids(**batch: Tensor) -> list[Tensor]:
-    """Return statistics of the target and three more ids of each token."""
-    ids = (batch["target"].reshape(-1, 1) + torch.arange(4, device=batch["target"].device)) % SIZES.vocab
-    kept = lc.KeptIds(ids.view(-1), torch.arange(0, ids.numel() + 1, 4, device=ids.device))
-    stats = linear_token_stats(**batch, outputs=("logps", "entropy"), kept=kept)
-    return [stats.logps, stats.entropy]
-
-
 def one_statistic(name: str, **batch: Tensor) -> Tensor:
     """Return one of all computed statistics, so that the other upstream gradients are None."""
     return getattr(linear_token_stats(**batch, outputs=DIFFERENTIABLE), name)
@@ -215,7 +207,7 @@ INTERPRETED = {
 assert set(INTERPRETED) <= {row.id for row in ROWS}
 
 LOSSES = [
-    *(of_row(row) for row in ROWS if row.id != "stats-kept"),  # below
+    *(of_row(row) for row in ROWS),
     *(
         Case(f"ce-everything-{budget}", partial(cross_entropy, reduction="mean", budget=budget), weighed_tokens)
         for budget in (None, FEW_ROWS)
@@ -234,7 +226,6 @@ FUNCTIONS = [
         for budget in (None, FEW_ROWS)
     ),
     Case("stats", statistics, ragged),
-    Case("stats-kept", of_kept_ids, lambda: tokens(SIZES, 0)),
     Case("stats-bfloat16", partial(one_statistic, "logps"), lambda: tokens(SIZES, 0), dtype=torch.bfloat16),
     Case("stats-tiles", partial(statistics, budget=FEW_ROWS), lambda: tokens(SIZES, 0)),
     *(
@@ -247,11 +238,7 @@ FUNCTIONS = [
          weight=normal(V, seed=1), residual=normal(2, 3, V, seed=2)),
     base("layer_norm", lc.liger_layer_norm, "x weight bias", x=normal(2, 3, V), weight=normal(V, seed=1),
          bias=normal(V, seed=2)),
-    base("rms_norm_gated", lc.liger_rms_norm_gated, "x gate weight", x=normal(2, 3, V), gate=normal(2, 3, V, seed=1),
-         weight=normal(V, seed=2)),
-    base("relu_squared", lc.liger_relu_squared, "x", x=normal(2, 3, V)),
     base("swiglu", lc.liger_swiglu, "gate up", gate=normal(2, 3, V), up=normal(2, 3, V, seed=1)),
-    base("swiglu-interleaved", partial(lc.liger_swiglu, limit=2.0, interleaved=True), "gate", gate=normal(2, 3, 2 * V)),
     base("geglu-packed", lc.liger_geglu, "gate", gate=normal(2, 3, 2 * V)),
     *(
         base(f"rope-{'interleaved' if interleaved else 'halves'}",

@@ -91,6 +91,57 @@ def test_gradcheck(op: Op) -> None:
     assert torch.autograd.gradcheck(op.ours, inputs, fast_mode=True)
 
 
+def strided(x: Tensor) -> Tensor:
+    """Return the same numbers, with gaps between the rows."""
+    gaps = torch.full((*x.shape[:-1], x.shape[-1] + 3), torch.nan, dtype=x.dtype, device=x.device)
+    gaps[..., : x.shape[-1]] = x.detach()
+    return gaps[..., : x.shape[-1]].requires_grad_(x.requires_grad)
+
+
+def scattered(x: Tensor) -> Tensor:
+    """Return the same numbers, with gaps between the columns."""
+    gaps = torch.full((*x.shape, 2), torch.nan, dtype=x.dtype, device=x.device)
+    gaps[..., 0] = x.detach()
+    return gaps[..., 0].requires_grad_(x.requires_grad)
+
+
+def permuted(x: Tensor) -> Tensor:
+    """Return the same numbers, with the first dimension innermost in memory."""
+    return x.detach().movedim(0, -1).contiguous().movedim(-1, 0).requires_grad_(x.requires_grad)
+
+
+@pytest.mark.sampled(interpreted=True)
+@pytest.mark.triton
+@pytest.mark.parametrize("layout", [strided, scattered, permuted])
+@every_op_not_interpreted
+def test_layouts(op: Op, layout: Callable[[Tensor], Tensor], device: str) -> None:
+    inputs = op.sample(op.shapes[0], torch.float32, device)
+    expected = run(op.ours, inputs)
+    views = [layout(x) for x in inputs]
+    grads = [layout(g) if g.ndim > 1 else g for g in upstream(outputs_of(op.ours(*inputs)))]
+    for value, same in zip(run(op.ours, views, grads), expected, strict=True):
+        # float32: the torch path sums in another order in another layout.
+        torch.testing.assert_close(value, same, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.triton
+@one_each
+def test_upstream_of_stride_zero(op: Op, device: str) -> None:
+    inputs = op.sample(op.shapes[0], torch.float32, device)
+    ones = [torch.ones_like(y) for y in outputs_of(op.ours(*inputs))]
+    expanded = [torch.ones((), device=device).expand(y.shape) for y in ones]
+    for value, same in zip(run(op.ours, inputs, expanded), run(op.ours, inputs, ones), strict=True):
+        assert torch.equal(value, same)
+
+
+@pytest.mark.triton
+def test_targets_of_any_stride(device: str) -> None:
+    x, target = torch.randn(7, 30, device=device), torch.arange(7, device=device)
+    apart = torch.stack([target, torch.full_like(target, -100)], 1)[:, 0]
+    assert apart.stride() == (2,)
+    assert torch.equal(lc.liger_cross_entropy(x, apart), lc.liger_cross_entropy(x, target))
+
+
 @pytest.mark.triton
 @every_op_not_interpreted
 def test_frozen_inputs(op: Op, device: str) -> None:
