@@ -360,13 +360,13 @@ def test_a_capture_launches_what_a_step_without_ignored_tokens_does(
 ) -> None:
     """Triton cannot load a new kernel while a stream captures."""
     found: set[Any] = set()
-    launch = Kernel._launch
+    launch = Kernel._launch_by_triton
 
     def watched(self: Kernel, grid: Any, *rest: Any) -> Any:
         found.add(variant(self, *rest))
         return launch(self, grid, *rest)
 
-    monkeypatch.setattr(Kernel, "_launch", watched)
+    monkeypatch.setattr(Kernel, "_launch_by_triton", watched)
     loss = partial(row.ours, logits_budget=BUDGETS[budget])
     batch = moved(row.sample(SMALL, 1), torch.float32)
     evaluate(loss, batch | {"target": batch["target"].clamp(min=0)})
