@@ -13,10 +13,8 @@ from table import relative_error
 from torch import Tensor
 
 from liger_chunked import AdaptedWeight, VocabShard, linear_token_stats
-from liger_chunked.engine import all_rows, choose
-from liger_chunked.engine.invariant import ByTokenSource, InvariantSource
+from liger_chunked.engine.invariant import InvariantSource
 from liger_chunked.kernels import backend
-from liger_chunked.types import HeadTensors, LogitOptions, LossHead
 
 N, H, V = 75, 40, 331
 FLOATS = ("logps", "lse", "entropy", "mean_logits")
@@ -127,15 +125,6 @@ def test_values_and_gradients(dtype: torch.dtype) -> None:
     expected = sum((exact[name].square().sum() for name in FLOATS), torch.zeros((), dtype=torch.float64))
     for g, e in zip(torch.autograd.grad(total, leaves), torch.autograd.grad(expected, exact_leaves), strict=True):
         assert relative_error(g, e) < tolerance
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_nothing_valid(dtype: torch.dtype) -> None:
-    given = batch(dtype)
-    leaves = [given[name].requires_grad_() for name in ("input", "weight")]
-    stats = invariant(**given | {"target": torch.full((N,), -100)})
-    assert stats.logps is not None and not stats.logps.any()
-    assert not any(g.any() for g in torch.autograd.grad(stats.logps.sum(), leaves))
 
 
 @pytest.mark.parametrize(
@@ -338,28 +327,3 @@ def test_bits_of_many_tokens_of_logits_in_memory(hidden: int, device: str, passe
         for found, expected in zip(values(rows, budget), every, strict=True):
             assert torch.equal(found, expected[rows])
     assert max(passes) > 10
-
-
-def test_a_plan_needs_hopper_or_a_cpu() -> None:
-    with pytest.raises(ValueError, match=r'deterministic="batch" on a GPU needs Hopper, .* and no adapter'):
-        choose.for_statistics(
-            LossHead(torch.empty(11, 8, dtype=torch.bfloat16, device="meta")),
-            all_rows((5,)),
-            torch.bfloat16,
-            outputs=("logps",),
-            options=LogitOptions(),
-            batch_invariant=True,
-        )
-
-
-def test_a_plan_of_single_rows() -> None:
-    plan = choose.for_statistics(
-        LossHead(torch.ones(11, 4)),
-        all_rows((5,)),
-        torch.float32,
-        outputs=("logps",),
-        options=LogitOptions(),
-        batch_invariant=True,
-    )
-    assert plan.path is choose.Path.BY_TOKEN
-    assert isinstance(choose.source_of_statistics(plan, HeadTensors(torch.ones(11, 4))), ByTokenSource)

@@ -91,15 +91,6 @@ def test_no_gemms_of_few_rows():
             assert gemms(row, row.sample(SIZES, seed=0), ("weight", "input", "bias")) == 0
 
 
-def test_no_reference_gemm_for_reference_log_probs():
-    rows = [row for row in ROWS if "ref_logps" in row.sample(SIZES, 0)]
-    assert rows
-    for row in rows:
-        batch = row.sample(SIZES, seed=0)
-        expected = 1 + 2 * live_fraction(row, batch)
-        assert gemms(row, batch, ("weight", "input")) == pytest.approx(expected, rel=1e-12)
-
-
 # Chosen so that the sizes [V, H] and N * V are easy to recognize.
 MEMORY_SIZES = Sizes(sequences=8, length=32, hidden=32, vocab=1009, ref_hidden=32, ignored=False)
 

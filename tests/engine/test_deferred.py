@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
-import io
 import logging
 import pickle
 import threading
-import weakref
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -21,7 +18,6 @@ from spies import Memory
 from table import relative_error
 from torch import Tensor, nn
 from torch.nn.utils import prune
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from liger_chunked import defer_logits, liger_cross_entropy
@@ -62,33 +58,8 @@ def selective_log_softmax(z: Any, index: Tensor) -> Tensor:
     return chosen - torch.stack([torch.logsumexp(row, dim=-1) for row in z])
 
 
-def rows_of_log_softmax(z: Any, index: Tensor) -> Tensor:
-    """As trainers compute log-probabilities in bfloat16."""
-    rows = zip(z, index, strict=True)
-    return torch.stack([F.log_softmax(row, dim=-1).gather(-1, ids[:, None]).squeeze(-1) for row, ids in rows])
-
-
-def assigned(z: Any) -> Any:
-    z[..., 3] = -5.0
-    return z
-
-
-def assigned_through_a_view(z: Any) -> Any:
-    view = z[:, 1:]
-    z[..., 3] = -5.0
-    return view
-
-
-def causal_lm_loss(z: Any, labels: Tensor) -> Tensor:
-    """As transformers' ForCausalLMLoss."""
-    z = z.float() if z.dtype != torch.float64 else z
-    shifted = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
-    return F.cross_entropy(z.view(-1, V), shifted.view(-1).to(z.device), reduction="sum", ignore_index=-100) / 7
-
-
 CASE = Case()
 Y, IDS = CASE.target, CASE.ids
-CLASS_WEIGHT = torch.arange(V, dtype=torch.float64) / V
 OFFSET = torch.linspace(0, 1, V, dtype=torch.float64)
 
 
@@ -96,106 +67,50 @@ def of_tokens(z: Any) -> Tensor:
     return F.cross_entropy(z.view(-1, V), Y.view(-1))
 
 
+# Uses that `deferred/test_idioms.py` and the random programs of `deferred/programs.py` do not have.
 FUSED: dict[str, Callable[[Any], Tensor]] = {
-    "flatten": lambda z: F.cross_entropy(z.flatten(0, 1), Y.flatten()),
-    "module": lambda z: nn.CrossEntropyLoss()(z.view(-1, V), Y.view(-1)),
-    "transformers": lambda z: causal_lm_loss(z, Y),
-    "shift": lambda z: F.cross_entropy(z[:, :-1].reshape(-1, V), Y[:, 1:].reshape(-1)),
-    "shift, contiguous": lambda z: F.cross_entropy(z[..., :-1, :].contiguous().view(-1, V), Y[..., 1:].reshape(-1)),
-    "options": lambda z: F.cross_entropy(z.view(-1, V), Y.view(-1), CLASS_WEIGHT, label_smoothing=0.1),
-    "ignore_index": lambda z: F.cross_entropy(z.view(B * T, V), Y.clamp(min=0).view(-1), ignore_index=0),
-    "none": lambda z: F.cross_entropy(z.view(-1, V), Y.view(-1), reduction="none"),
-    "sum": lambda z: F.cross_entropy(z.view(-1, V), Y.view(-1), reduction="sum"),
-    "classes second": lambda z: F.cross_entropy(z.transpose(1, 2), Y),
-    "classes second, none": lambda z: F.cross_entropy(z.permute(0, 2, 1), Y, reduction="none"),
-    "mT": lambda z: F.cross_entropy(z.mT, Y),
-    "softcap": lambda z: F.cross_entropy((torch.tanh(z / 3.0) * 3.0).flatten(0, 1), Y.flatten()),
-    "scale, softcap, temperature": lambda z: F.cross_entropy(
-        ((0.25 * z / 3.0).tanh() * 3.0).flatten(0, 1) / 0.7, Y.flatten()
-    ),
-    "a tensor as a factor": lambda z: F.cross_entropy((z * torch.tensor(0.5)).flatten(0, 1), Y.flatten()),
-    "scale in place": lambda z: F.cross_entropy(z.div_(0.7).view(-1, V), Y.view(-1)),
     "bias": lambda z: F.cross_entropy((z + OFFSET).flatten(0, 1), Y.flatten()),
     "bias (1, V)": lambda z: F.cross_entropy((z + OFFSET[None]).flatten(0, 1), Y.flatten()),
-    "padding of the vocabulary": lambda z: F.cross_entropy(z[..., :31].flatten(0, 1), Y.clamp(max=30).flatten()),
-    "chosen rows": lambda z: F.cross_entropy(z[Y != -100], Y[Y != -100]),
-    "chosen positions": lambda z: F.cross_entropy(z[:, torch.tensor([4, 1])].flatten(0, 1), Y[:, [4, 1]].flatten()),
-    "last positions": lambda z: F.cross_entropy(z[:, -2:, :].reshape(-1, V), Y[:, -2:].reshape(-1)),
+    "classes second of four": lambda z: F.cross_entropy(z.unsqueeze(1).permute(0, 3, 1, 2), Y[:, None]),
     "swapped rows": lambda z: F.cross_entropy(z.transpose(0, 1).reshape(-1, V), Y.T.reshape(-1)),
-    "parts": lambda z: sum(
-        F.cross_entropy(a.flatten(0, 1), b.flatten(), reduction="sum")
-        for a, b in zip(z.split(2), Y.split(2), strict=True)
-    ),  # type: ignore[dict-item, return-value]
-    "squeezed": lambda z: F.cross_entropy(z.unsqueeze(0).squeeze(0).view(-1, V), Y.view(-1)),
-    "log_softmax, gather": lambda z: z.log_softmax(-1).gather(-1, IDS[..., None]).squeeze(-1),
-    "log_softmax, gather, functions": lambda z: torch.gather(F.log_softmax(z, dim=-1), 2, IDS.unsqueeze(2))[..., 0],
-    "nll_loss": lambda z: F.nll_loss(F.log_softmax(z.view(-1, V), -1), Y.view(-1)),
-    "gather, logsumexp": lambda z: z.gather(-1, IDS[..., None])[..., 0] - z.logsumexp(-1),
     "logsumexp": lambda z: torch.logsumexp(z[:, 1:], dim=-1, keepdim=True),
-    "argmax": lambda z: z[:, 1:].logsumexp(-1, keepdim=True) + z[:, 1:].argmax(-1, keepdim=True),
-    "argmax, function": lambda z: (torch.argmax(-2 * z, dim=-1) + torch.logsumexp(z, 2)),
+    "argmax of a negative scale": lambda z: torch.argmax(-2 * z, dim=-1) + torch.logsumexp(z, 2),
+    "argmax of rows by a mask": lambda z: z.mean(-1)[IDS > 3] * torch.argmax(z.detach()[IDS > 3], -1, True)[:, 0],
     "mean": lambda z: z[Y != -100].mean(-1).sum() + torch.mean(z),
     "mean of a softcap": lambda z: (torch.tanh(z / 3.0) * 3.0).mean(),
+    "mean of a slice": lambda z: (z[:, :-1] / 0.7).mean(-1),
+    "mean, function": lambda z: torch.mean(z.view(-1, V), dim=1, keepdim=True),
     "sums": lambda z: z.sum(-1) + z.sum(dim=2) + torch.sum(z[1:, :2]),
     "nansum": lambda z: z[:, 1:].nansum() + z.nansum(-1).cos(),
-    "selective log softmax": lambda z: selective_log_softmax(z, IDS),
-    "rows of log softmax": lambda z: rows_of_log_softmax(z, IDS),
-    "selective log softmax at a temperature": lambda z: selective_log_softmax(z / 0.7, IDS),
-    "mean of a slice": lambda z: (z[:, :-1] / 0.7).mean(-1),
     "index_select": lambda z: z.index_select(0, IDS[0, :2] % B).logsumexp(-1),
     "index_select, function": lambda z: torch.index_select(z, 1, IDS[0] % T).mean(-1),
-    "mean, function": lambda z: torch.mean(z.view(-1, V), dim=1, keepdim=True),
-    "argmax of a selection": lambda z: z.mean(-1)[:, 1:] * (z[:, 1:].argmax(dim=-1) + 1),
-    "argmax of rows by a mask": lambda z: z.mean(-1)[IDS > 3] * torch.argmax(z.detach()[IDS > 3], -1, True)[:, 0],
     "smoothing of log_softmax": lambda z: -F.log_softmax(z, -1).mean(),
-    "entropy": lambda z: -(z.softmax(-1) * z.log_softmax(-1)).sum(-1),
     "scale in place of a base": lambda z: F.cross_entropy((z[:, 1:], z.mul_(2))[0].flatten(0, 1), Y[:, 1:].flatten()),
-}  # fmt: skip
+}
 
+# What resembles a statistic of the vocabulary, and is another.
 REAL: dict[str, Callable[[Any], Tensor]] = {
-    "softmax": lambda z: z.softmax(-1),
-    "sum with itself": lambda z: z + z.sin(),
-    "reflected": lambda z: 1 - z,
-    "power": lambda z: 1.01**z + z**2,
-    "comparison": lambda z: z * (z > 0),
-    "matmul": lambda z: z @ torch.ones(V, 2, dtype=torch.float64),
-    "tensor first": lambda z: torch.ones(B, T, V, dtype=torch.float64) * z,
-    "assignment": lambda z: F.cross_entropy(assigned(z).view(-1, V), Y.view(-1)),
-    "assignment to a base": lambda z: F.cross_entropy(assigned_through_a_view(z).reshape(-1, V), Y[:, 1:].reshape(-1)),
-    "in place": lambda z: z.add_(1.0).view(-1).cos(),
-    "columns": lambda z: z[..., 3],
-    "columns by a tensor": lambda z: z[:, :, IDS[0]],
-    "rows and columns": lambda z: z[0, :, 1:5],
-    "classes as probabilities": lambda z: F.cross_entropy(z.view(-1, V), torch.full((B * T, V), 1 / V).double()),
     "classes in the second dimension": lambda z: F.cross_entropy(z, IDS.new_zeros(B, V)),
     "k at once": lambda z: z.log_softmax(-1).gather(-1, torch.stack([IDS, IDS], -1)),
     "fewer rows of an index": lambda z: z.gather(-1, IDS[:, :2, None]),
-    "einsum": lambda z: torch.einsum("btv,btv->bt", z, z),
-    "cat": lambda z: torch.cat([z, z], 1),
     "mean of rows": lambda z: z.mean(1).sum(0) + z.sum((0, 1)) + z.sum(0).mean(0),
     "mean of fewer classes": lambda z: z.transpose(1, 2).mean(-1).sum(-1),
+    "mean of all": lambda z: z.mean() + z.mean(0).mean((0, 1)),
     "sums in another dtype": lambda z: z.sum(dtype=torch.float64) + z.mean(-1, dtype=torch.float64),
     "out": lambda z: torch.mean(z) + torch.logsumexp(z.detach(), -1, out=torch.empty(0, dtype=torch.float64)).mean(),
-    "max": lambda z: z.max(-1).values,
     "argmax of all": lambda z: z.sum(-1) + z.argmax(),
+    "columns by a tensor": lambda z: z[:, :, IDS[0]],
     "index_select of ids": lambda z: torch.index_select(z, -1, IDS[0]),
-    "mean of all": lambda z: z.mean() + z.mean(0).mean((0, 1)),
     "two tanh": lambda z: F.cross_entropy(z.tanh().tanh().flatten(0, 1), Y.flatten()),
-    "a factor with a gradient": lambda z: z * torch.ones(V, dtype=torch.float64),
-    "where": lambda z: torch.where(z > 0, z, 0.0),
-    "masked_fill": lambda z: z.masked_fill(z > 1, 0.0),
-    "hook": lambda z: (z.register_hook(lambda g: 2 * g), z.view(-1, V))[1],
-    "to numpy": lambda z: z * float(z.detach().numpy().max()),
-    "two statements": lambda z: z.softmax(-1).sum() + F.cross_entropy(z.view(-1, V), Y.view(-1)),
-    "a loss of its own": lambda z: liger_cross_entropy(z.view(-1, V) * 1, Y.view(-1)),
+    "a factor for each class": lambda z: z * torch.ones(V, dtype=torch.float64),
+    "a loss of this library": lambda z: liger_cross_entropy(z.view(-1, V) * 1, Y.view(-1)),
 }
 
 
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 @pytest.mark.parametrize("name", [*FUSED, *REAL])
-def test_as_real_logits(name: str, bias: bool) -> None:
-    """Every use of a stand-in has the value and the gradients of real logits, and the same number of products."""
-    use, case = {**FUSED, **REAL}[name], Case(bias)
+def test_as_real_logits(name: str) -> None:
+    """Every use of a stand-in has the value and the gradients of real logits, and builds them only where it must."""
+    use, case = {**FUSED, **REAL}[name], Case()
     exact, real = case.step(use)
     handle = defer_logits(case.head)
     found, stand_in = case.step(use)
@@ -217,17 +132,10 @@ def test_all_ignored() -> None:
 
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+# `deferred/test_checkpoints.py` has the losses in each dtype.
 OF_DTYPE: dict[str, Callable[[Any], Tensor]] = {
-    "cross_entropy": lambda z: F.cross_entropy(z.view(-1, V), Y.view(-1)),
-    "cross_entropy, none": lambda z: F.cross_entropy(z.view(-1, V), Y.view(-1), reduction="none"),
-    "float": lambda z: F.cross_entropy(z.float().view(-1, V), Y.view(-1)),
-    "to": lambda z: F.cross_entropy(z.to(dtype=torch.float32).view(-1, V), Y.view(-1)),
-    "log_softmax": lambda z: z.log_softmax(-1).gather(-1, IDS[..., None]),
     "log_softmax in float32": lambda z: F.log_softmax(z, -1, dtype=torch.float32).gather(-1, IDS[..., None]),
-    "nll_loss": lambda z: F.nll_loss(F.log_softmax(z.view(-1, V), -1), Y.view(-1)),
     "gather": lambda z: z.gather(-1, IDS[..., None]),
-    "logsumexp": lambda z: z.logsumexp(-1),
-    "mean": lambda z: z.mean(-1),
     "mean of all": lambda z: z.mean(),
     "sum": lambda z: z.sum(-1),
     "sum in float32": lambda z: z.sum(-1, keepdim=True, dtype=torch.float32),
@@ -267,49 +175,12 @@ def test_what_a_tensor_knows() -> None:
     real = case.head(case.x)
     defer_logits(case.head)
     z: Any = case.head(case.x)
-    for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda"):
-        assert getattr(z, name) == getattr(real, name)
-    for name in ("dim", "size", "numel", "nelement", "is_floating_point", "is_complex", "get_device", "__len__"):
+    for name in ("dim", "size", "stride", "numel", "nelement", "is_floating_point", "get_device", "__len__"):
         assert getattr(z, name)() == getattr(real, name)()
-    assert z.size(-1) == V and not z.detach().requires_grad and z.detach().shape == real.shape
-    assert "(3, 5, 37), torch.float64, cpu, not computed" in f"{z}"
-    assert not z.is_computed and z.tensor() is z.tensor() and z.is_computed
-    assert torch.equal(z.tensor(), real)
-    with torch.no_grad():
-        assert not case.head(case.x).requires_grad
+    assert (z.device, z.is_cpu, z.layout, z.itemsize, z.is_leaf) == (real.device, True, torch.strided, 8, False)
+    assert "(3, 5, 37), torch.float64, cpu, not computed" in f"{z}" and not z.is_computed
     case.head.requires_grad_(False)
     assert not case.head(case.x.detach()).requires_grad and case.head(case.x).requires_grad
-
-
-# These need more arguments than a test of all can give, change the object or its kind, or are about other layouts.
-_OTHERS = {
-    "__class__", "__dict__", "__init__", "__new__", "__init_subclass__", "__subclasshook__", "__setattr__",
-    "__module__",
-    "__delattr__", "__getattribute__", "__reduce__", "__weakref__", "__doc__", "__abstractmethods__", "__sizeof__",
-    "__torch_function__", "__torch_dispatch__", "__annotations__", "__getstate__", "__setstate__", "__dir__",
-}  # fmt: skip
-
-
-@pytest.mark.filterwarnings("ignore")  # some are deprecated
-def test_every_attribute_of_a_tensor_is_there() -> None:
-    """No name of a tensor is missing. What is none of a tensor's is refused as a tensor refuses it."""
-    case = Case()
-    defer_logits(case.head)
-    missing = []
-    for name in sorted(set(dir(Tensor)) - _OTHERS):
-        z = case.head(case.x)
-        real = z.tensor()
-        try:
-            getattr(real, name)
-        except Exception as error:  # such as the names of a sparse tensor
-            with pytest.raises(type(error)):
-                getattr(z, name)
-        else:
-            if not hasattr(z, name):
-                missing.append(name)
-    assert not missing
-    with pytest.raises(AttributeError, match="object has no attribute 'nothing'"):
-        _ = case.head(case.x).nothing
 
 
 def test_who_asked_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -338,16 +209,6 @@ class Squares(torch.autograd.Function):
         return 2 * gradient * ctx.saved_tensors[0]
 
 
-def test_custom_functions_get_real_logits() -> None:
-    """`torch.autograd.Function.apply` asks no `__torch_function__`: its forward reads values."""
-    case = Case()
-    exact, _ = case.step(Squares.apply)
-    defer_logits(case.head)
-    found, z = case.step(Squares.apply)
-    assert all(torch.equal(x, e) for x, e in zip(found, exact, strict=True)) and z.is_computed
-    assert "pow at " in z.asked_by
-
-
 def test_work_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(backend.TORCH_BLOCK, "cpu", 1 << 12)
     n, h, v = 256, 32, 1009
@@ -366,93 +227,27 @@ def test_work_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counter.get_total_flops() == 3 * 2 * n * h * v
 
 
-def test_metrics_need_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What trainers log takes a pass over the head and no logits, with a gradient or without."""
-    monkeypatch.setitem(backend.TORCH_BLOCK, "cpu", 1 << 12)
-    n, h, v = 256, 32, 1009
-    head, x = nn.Linear(h, v), torch.randn(4, n // 4, h).requires_grad_()
-    defer_logits(head, logits_budget=4 * v * 20)
-    for use in (lambda z: z.argmax(-1), lambda z: z.mean(-1), lambda z: z[:2].mean(), lambda z: z.nansum()):
-        memory = Memory()
-        memory.expect(x, *head.parameters())
-        with memory, FlopCounterMode(display=False) as counter:
-            use(head(x))
-        assert memory.largest <= 4 * v * h  # a float32 copy of the weight; logits are 8 times as large
-        assert counter.get_total_flops() <= 2 * n * h * v
-
-
-COPIES: dict[str, Any] = {"deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dumps(x))}
-
-
-@pytest.mark.parametrize("name", [*COPIES, "torch.save"])
-def test_copies_defer_their_own_weights(name: str) -> None:
-    case = Case()
-    defer_logits(case.head, logits_budget="1KiB")
-    model = nn.Sequential(nn.LayerNorm(H, dtype=torch.float64), case.head)
-    if name == "torch.save":
-        saved = io.BytesIO()
-        torch.save(model, saved)
-        saved.seek(0)
-        twin = torch.load(saved, weights_only=False)
-    else:
-        twin = COPIES[name](model)
-    with torch.no_grad():
-        twin[1].weight.zero_()
-        twin[1].bias.zero_()
-    for module, expected in ((twin, torch.tensor(V).log().double()), (model, None)):
-        z = module(case.x)
-        assert isinstance(z, DeferredLogits)
-        loss = F.cross_entropy(z.view(-1, V), Y.view(-1))
-        real = F.cross_entropy(z.tensor().view(-1, V), Y.view(-1)) if expected is None else expected
-        torch.testing.assert_close(loss, real)
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"])
+def test_copies_have_the_budget(copied: Any) -> None:
+    """`deferred/test_containers.py` shows that copies of a model defer, with their own weights."""
+    model = nn.Sequential(nn.LayerNorm(H, dtype=torch.float64), Case().head)
+    defer_logits(model[1], logits_budget="1KiB")
+    twin = copied(model)
     assert twin[1]._liger_deferral.logits_budget == 1024
     assert list(twin.state_dict()) == list(model.state_dict())
 
 
-def test_evaluation_and_removal() -> None:
+def test_removal() -> None:
     case = Case()
     handle = defer_logits(case.head)
-    assert isinstance(case.head.eval()(case.x), Tensor)
-    assert isinstance(case.head.train()(case.x), DeferredLogits)
     z = case.head(case.x)
     handle.remove()
     handle.remove()
-    assert isinstance(case.head(case.x), Tensor)
-    torch.testing.assert_close(
-        F.cross_entropy(z.view(-1, V), Y.view(-1)), F.cross_entropy(z.tensor().view(-1, V), Y.view(-1))
-    )
+    assert type(case.head(case.x)) is Tensor
+    torch.testing.assert_close(of_tokens(z), of_tokens(z.tensor()))
     with defer_logits(case.head):
         assert isinstance(case.head(case.x), DeferredLogits)
-    assert isinstance(case.head(case.x), Tensor)
-
-
-def test_hooks_of_the_head() -> None:
-    """A forward hook gets real logits, before and after it is there; a pre-hook runs once, with the model's input."""
-    case = Case()
-    seen: list[Any] = []
-    editing = case.head.register_forward_hook(
-        lambda module, args, output: output + 1 if output.shape[-1] == V else None
-    )
-    exact, _ = case.step(lambda z: F.cross_entropy(z.view(-1, V), Y.view(-1)))
-    defer_logits(case.head)
-    found, z = case.step(lambda z: F.cross_entropy(z.view(-1, V), Y.view(-1)))
-    assert isinstance(z, Tensor) and all(torch.equal(x, e) for x, e in zip(found, exact, strict=True))
-    editing.remove()
-    backward = case.head.register_full_backward_hook(lambda module, inputs, outputs: seen.append(outputs[0].shape))
-    case.step(lambda z: F.cross_entropy(z.view(-1, V), Y.view(-1)))
-    assert seen.pop() == (B, T, V)
-    backward.remove()
-
-    def doubled(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
-        seen.append(args[0].shape)
-        return (2 * args[0],)
-
-    case.head.register_forward_pre_hook(doubled)
-    found, z = case.step(lambda z: F.cross_entropy(z[:, :-1].reshape(-1, V), Y[:, 1:].reshape(-1)))
-    assert seen == [(B, T, H)] and not z.is_computed
-    set_deferral(case.head, None)
-    exact, _ = case.step(lambda z: F.cross_entropy(z[:, :-1].reshape(-1, V), Y[:, 1:].reshape(-1)))
-    assert all(relative_error(x, e) < BOUND for x, e in zip(found, exact, strict=True))
+    assert type(case.head(case.x)) is Tensor
 
 
 def pruned(head: nn.Linear) -> None:
@@ -468,6 +263,7 @@ PARAMETRIZED: dict[str, Callable[[nn.Linear], Any]] = {
     "weight norm": nn.utils.parametrizations.weight_norm,
     "orthogonal": nn.utils.parametrizations.orthogonal,
     "pruned": pruned,
+    "spectral norm": nn.utils.parametrizations.spectral_norm,
     "tied": tied,
     "frozen": lambda head: head.requires_grad_(False),
 }
@@ -496,25 +292,6 @@ def test_parametrized(name: str, first: bool) -> None:
         assert isinstance(z, DeferredLogits) == (head is case.head)
     for ours, theirs in zip(*results, strict=True):
         assert relative_error(ours, theirs) < BOUND
-
-
-def test_grad_modes_of_the_call_and_of_the_loss() -> None:
-    case = Case()
-    defer_logits(case.head)
-    with torch.no_grad():
-        z = case.head(case.x)
-    assert not F.cross_entropy(z.view(-1, V), Y.view(-1)).requires_grad and not z.tensor().requires_grad
-    z = case.head(case.x)
-    with torch.no_grad():
-        assert not F.cross_entropy(z.view(-1, V), Y.view(-1)).requires_grad
-        z.softmax(-1).square()
-    assert z.is_computed and z.tensor().requires_grad  # computed for a metric, used for the loss
-    assert F.cross_entropy(z.view(-1, V), Y.view(-1)).requires_grad
-    with torch.inference_mode():
-        z = case.head(case.x)
-        loss = F.cross_entropy(z.view(-1, V), Y.view(-1))
-    assert loss.is_inference()
-    assert not F.cross_entropy(case.head(case.x).detach().view(-1, V), Y.view(-1)).requires_grad
 
 
 def test_operations_without_grad() -> None:
@@ -554,45 +331,16 @@ def test_rounding_is_not_left_out() -> None:
             assert torch.equal(of_tokens(z.to(cast)), exact) and z.is_computed
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_checkpoint_around_the_head(reentrant: bool) -> None:
-    case = Case()
-    exact, _ = case.step(of_tokens)
-    defer_logits(case.head)
-    stock = case.head
-    if reentrant:
-        loss = of_tokens(checkpoint(stock, case.x, use_reentrant=True))
-    else:
-        loss = of_tokens(checkpoint(stock, case.x, use_reentrant=False))
-    (gradient,) = torch.autograd.grad(loss.sin(), case.x) if not reentrant else (None,)
-    torch.testing.assert_close(loss, exact[0])
-    if gradient is not None:
-        torch.testing.assert_close(gradient, exact[1])
-    else:
-        loss.sin().backward()
-        torch.testing.assert_close(case.x.grad, exact[1])
-
-
 def test_weights_that_change_before_the_logits_exist() -> None:
-    """Never another value: those of the call, or an error."""
+    """The error says which tensor changed. `deferred/test_in_place.py` has every change and every reader."""
     case = Case()
     defer_logits(case.head)
-    z = case.head(case.x)
-    with torch.no_grad():
-        case.head.weight.add_(1.0)
-    for use in (lambda: F.cross_entropy(z.view(-1, V), Y.view(-1)), lambda: z.softmax(-1).square()):
-        with pytest.raises(RuntimeError, match=r"the weights of the head .* changed after the model called it"):
-            use()
-    x = case.x.detach().clone()
-    z = case.head(x)
-    x.zero_()
-    with pytest.raises(RuntimeError, match="the hidden states of the head"):
-        z.tensor()
-    z = case.head(case.x)
-    real = z.tensor()
-    with torch.no_grad():
-        case.head.weight.add_(1.0)
-    assert torch.equal(z.tensor(), real) and torch.equal(z.argmax(-1), real.argmax(-1))
+    for changed, name in ((case.head.weight, "the weights of the head .* changed after the model"), (case.x, "hidden")):
+        z = case.head(case.x)
+        with torch.no_grad():
+            changed.add_(1.0)
+        with pytest.raises(RuntimeError, match=name):
+            of_tokens(z)
 
 
 def test_inference_mode_around_the_call_alone() -> None:
@@ -607,88 +355,33 @@ def test_inference_mode_around_the_call_alone() -> None:
     assert case.x.grad is not None and case.x.grad.any()
 
 
-def test_functional_call() -> None:
-    """Its weights are those of the call, also after they were taken out again."""
-    case = Case()
-    weights = {"weight": torch.zeros(V, H).double().requires_grad_(), "bias": torch.zeros(V).double()}
-    exact = torch.func.functional_call(case.head, weights, (case.x,))
-    defer_logits(case.head)
-    z: Any = torch.func.functional_call(case.head, weights, (case.x,))
-    assert isinstance(z, DeferredLogits)
-    losses = [F.cross_entropy(x.view(-1, V), Y.view(-1)) for x in (z, exact)]
-    torch.testing.assert_close(*losses)
-    torch.testing.assert_close(*(torch.autograd.grad(x, weights["weight"])[0] for x in losses))
-    assert case.head.weight is not weights["weight"]
-
-
-def test_transforms_get_logits() -> None:
-    case = Case()
-
-    def loss(weight: Tensor) -> Tensor:
-        z = torch.func.functional_call(case.head, {"weight": weight}, (case.x.detach(),))
-        return F.cross_entropy(z.view(-1, V), Y.view(-1))
-
-    expected = torch.func.grad(loss)(case.head.weight.detach())
-    defer_logits(case.head)
-    torch.testing.assert_close(torch.func.grad(loss)(case.head.weight.detach()), expected)
-
-
-def test_second_derivatives_are_right_or_refused() -> None:
-    case = Case()
-    defer_logits(case.head)
-    for use in (lambda z: F.cross_entropy(z.view(-1, V), Y.view(-1)), of_tokens, lambda z: z.logsumexp(-1).sum()):
-        found = []
-        for head in (nn.Linear.forward, type(case.head).forward):
-            (gradient,) = torch.autograd.grad(use(head(case.head, case.x)), case.x, create_graph=True)
-            found.append(torch.autograd.grad(gradient.square().sum(), [case.x, *case.head.parameters()]))
-        torch.testing.assert_close(*found)
-
-
 def test_threads() -> None:
-    case, results = Case(), {}
+    case, results = Case(), []
     defer_logits(case.head)
 
-    def run(i: int) -> None:
+    def run(use: Callable[[Any], Tensor]) -> None:
         for _ in range(5):
-            z = case.head(case.x.detach())
-            results[i] = (
-                F.cross_entropy(z.view(-1, V), Y.view(-1))
-                if i % 2
-                else F.cross_entropy(z.tensor().view(-1, V), Y.view(-1))
-            )
+            results.append(of_tokens(use(case.head(case.x.detach()))))
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    threads = [threading.Thread(target=run, args=(use,)) for use in 2 * [lambda z: z, lambda z: z.tensor()]]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(results) == 4 and all(torch.allclose(x, results[0]) for x in results.values())
+    assert len(results) == 20 and all(torch.allclose(x, results[0]) for x in results)
 
 
-def test_nothing_is_kept() -> None:
-    """Hidden states are freed with the graph, as a layer's own, without the garbage collector."""
-    case = Case()
-    defer_logits(case.head)
-    gc.collect()
-    gc.disable()
-    try:
-        x = case.x * 2
-        freed = weakref.ref(x)
-        loss = F.cross_entropy(case.head(x).view(-1, V), Y.view(-1))
-        del x
-        loss.backward()
-        assert freed() is None
-    finally:
-        gc.enable()
-
-
-def test_refusals() -> None:
-    with pytest.raises(TypeError, match="linear must be a module"):
-        defer_logits("lm_head")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"lm_head is computed by torch\.nn\.modules\.sparse\.Embedding"):
-        defer_logits(nn.Embedding(3, 4))
-    with pytest.raises(TypeError, match="logits_budget must be"):
-        defer_logits(nn.Linear(3, 4), logits_budget=[1])  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("head", "options", "error", "message"),
+    [
+        ("lm_head", {}, TypeError, "linear must be a module"),
+        (nn.Embedding(3, 4), {}, ValueError, r"lm_head is computed by torch\.nn\.modules\.sparse\.Embedding"),
+        (nn.Linear(3, 4), {"logits_budget": [1]}, TypeError, "logits_budget must be"),
+    ],
+)
+def test_refusals(head: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        defer_logits(head, **options)
 
 
 class Decoder(nn.Module):
@@ -818,27 +511,6 @@ def test_on_a_gpu(name: str, autocast: bool) -> None:
 # What must not differ from tensors although it happens between the call and the use
 
 
-def test_copies_do_not_change_with_the_logits() -> None:
-    """An in-place change reaches views that were made before, and no copies."""
-    for make in (
-        lambda z: z * 2,
-        lambda z: z.clone(),
-        lambda z: z[:, [0, 1]],
-        lambda z: z[:, 1:],
-        lambda z: z.view(-1, V),
-    ):
-        for change in (assigned, lambda z: z.add_(1.0), lambda z: z.mul_(3), lambda z: z.__iadd__(1.0)):
-            values = []
-            for defers in (False, True):
-                case = Case()
-                with defer_logits(case.head) if defers else contextlib.nullcontext():
-                    z = case.head(case.x)
-                    made = make(z)
-                    change(z)
-                    values.append((made * 1.0).sum(-1))
-            torch.testing.assert_close(*values)
-
-
 def test_statistics_are_computed_once() -> None:
     """Metrics of rows, also detached and under `no_grad`, come from the pass that gave the log-probabilities."""
     case = Case()
@@ -867,25 +539,7 @@ def test_statistics_are_computed_once() -> None:
 
 @pytest.mark.parametrize("mode", [contextlib.nullcontext, torch.no_grad, torch.inference_mode])
 def test_a_statistic_that_its_reader_changes_in_place(mode: Any) -> None:
-    """As a metric does that subtracts a mean from its values: the next reader gets the value of the logits."""
-    for statistic in (lambda z: z.logsumexp(-1), lambda z: z.mean(-1), lambda z: z.argmax(-1)):
-        case = Case()
-        exact = statistic(case.head(case.x).detach())
-        defer_logits(case.head)
-        z = case.head(case.x)
-        with mode():
-            statistic(z)
-            for rows in (z, z[:], z.detach()):
-                found = statistic(rows)
-                torch.testing.assert_close(found.detach(), exact)
-                with torch.no_grad():
-                    found.zero_()
-        torch.testing.assert_close(statistic(z).detach(), exact)
-
-
-@pytest.mark.parametrize("mode", [contextlib.nullcontext, torch.no_grad, torch.inference_mode])
-def test_readers_of_a_statistic_that_a_later_one_changes_in_place(mode: Any) -> None:
-    """What an earlier reader holds, and its backward reads, is not what a later one changes."""
+    """As a metric does that subtracts a mean from its values: other readers have the value of the logits."""
     for statistic in (lambda z: z.logsumexp(-1), lambda z: z.mean(-1), lambda z: z.argmax(-1)):
         case = Case()
         exact = statistic(case.head(case.x).detach())
@@ -893,10 +547,14 @@ def test_readers_of_a_statistic_that_a_later_one_changes_in_place(mode: Any) -> 
         z = case.head(case.x)
         loss = z.logsumexp(-1).square().mean()
         with mode():
-            earlier, later = statistic(z), statistic(z)
-            with torch.no_grad():
-                later.zero_()
+            earlier = statistic(z)
+            for rows in (z, z[:], z.detach()):
+                later = statistic(rows)
+                torch.testing.assert_close(later.detach(), exact)
+                with torch.no_grad():
+                    later.zero_()
         torch.testing.assert_close(earlier.detach(), exact)
+        torch.testing.assert_close(statistic(z).detach(), exact)
         loss.backward()
 
 
@@ -909,28 +567,6 @@ def test_rounded_logits_decide_their_own_argmax() -> None:
         assert z.argmax(-1).equal(F.linear(x, head.weight, head.bias).argmax(-1)) and not z.is_computed
     z = head(x) / 0.7
     assert z.argmax(-1).equal((F.linear(x, head.weight, head.bias) / 0.7).argmax(-1)) and z.is_computed
-
-
-def test_a_metric_without_grad_does_not_take_the_gradient_of_the_loss() -> None:
-    for metric in (
-        lambda z: z.logsumexp(-1),
-        lambda z: z.gather(-1, IDS[..., None]),
-        lambda z: z.argmax(-1),
-        lambda z: z.mean(),
-        lambda z: z.softmax(-1),
-    ):
-        for mode in (torch.no_grad, torch.inference_mode):
-            gradients = []
-            for defers in (False, True):
-                case = Case()
-                with defer_logits(case.head) if defers else contextlib.nullcontext():
-                    z = case.head(case.x)
-                    with mode():
-                        metric(z)
-                    loss = z.logsumexp(-1).mean() + F.cross_entropy(z.view(-1, V), Y.view(-1)) + (z * 2)[..., 0].mean()
-                    gradients.append(torch.autograd.grad(loss, [case.x, case.head.weight]))
-            for ours, theirs in zip(gradients[1], gradients[0], strict=True):
-                assert relative_error(ours, theirs) < BOUND
 
 
 def test_a_mean_that_needs_no_product() -> None:
@@ -953,29 +589,6 @@ def test_a_mean_that_needs_no_product() -> None:
     handle.remove()
 
 
-def test_statistics_are_forgotten_with_a_scale() -> None:
-    case = Case()
-    exact = case.head(case.x).mul(2).logsumexp(-1)
-    defer_logits(case.head)
-    z = case.head(case.x)
-    z.logsumexp(-1)
-    z.mul_(2)
-    torch.testing.assert_close(z.logsumexp(-1), exact)
-
-
-def test_a_scale_that_changes_after_it_was_multiplied_in_place() -> None:
-    case = Case()
-    exact = case.head(case.x).mul(2).div(3)
-    defer_logits(case.head)
-    factor, divisor = torch.tensor(2.0), torch.tensor(3.0)
-    z = case.head(case.x)
-    z *= factor
-    z /= divisor
-    factor.zero_(), divisor.zero_()
-    torch.testing.assert_close(z.logsumexp(-1), exact.logsumexp(-1))
-    assert torch.equal(z.tensor(), exact)
-
-
 # Kept before any head defers, as in torch's own tutorial.
 kept_apply = Squares.apply
 
@@ -993,38 +606,6 @@ def test_an_apply_that_was_kept_before() -> None:
             case.step(use)
     with torch.no_grad():
         assert kept_apply(case.head(case.x)) == exact[0]  # without a gradient, none is lost
-
-
-def test_tensors_that_change_between_an_operation_and_the_loss() -> None:
-    """The operation read them when it was called."""
-    for make in (lambda z, x: z + x, lambda z, x: z[:, (x[:2] > -9).nonzero()[:, 0]], lambda z, x: z[:, x[:T] > -9]):
-        found = []
-        for deferred in (False, True):
-            case, changed = Case(), OFFSET.clone()
-            with defer_logits(case.head) if deferred else contextlib.nullcontext():
-                z = make(case.head(case.x), changed)
-                changed.add_(-100)
-                found.append(F.cross_entropy(z.reshape(-1, V), IDS.new_zeros(z.numel() // V)))
-        torch.testing.assert_close(*found)
-
-
-def test_hidden_states_of_several_codebooks() -> None:
-    case = Case()
-    x = torch.randn(2, 3, 4, H, dtype=torch.float64, requires_grad=True)
-    target = torch.randint(V, (2, 3, 4))
-    uses: list[Callable[[Any], Tensor]] = [
-        lambda z: F.cross_entropy(z.flatten(0, 2), target.flatten()),
-        lambda z: F.cross_entropy(z.permute(0, 3, 1, 2), target),
-        lambda z: z.logsumexp(-1).mean(),
-        lambda z: F.cross_entropy(z[:, 1:].reshape(-1, V), target[:, 1:].reshape(-1)),
-    ]
-    for use in uses:
-        exact = torch.autograd.grad(use(case.head(x)), [x, case.head.weight])
-        with defer_logits(case.head):
-            z = case.head(x)
-            found = torch.autograd.grad(use(z), [x, case.head.weight])
-            assert not z.is_computed
-        assert all(relative_error(a, b) < BOUND for a, b in zip(found, exact, strict=True))
 
 
 def test_biases_that_a_head_has_not() -> None:
@@ -1049,48 +630,20 @@ def test_arguments_at_their_limits() -> None:
     real = case.head(case.x)
     defer_logits(case.head)
     for use in (
+        lambda z: z.unsqueeze(-4),
+        lambda z: z.narrow(1, 0, z.shape[1]),
+        lambda z: z.narrow(1, 2, 0),
         lambda z: z.narrow(1, -1, 1),
-        lambda z: z.narrow(-1, -3, 3),
         lambda z: z.squeeze((0, 1)),
         lambda z: z.transpose(-1, -2),
         lambda z: z[1:2].squeeze(0),
     ):
-        assert torch.equal(use(case.head(case.x)) * 1.0, use(real))
-    for wrong in (lambda z: z.narrow(1, 3, 10), lambda z: z.transpose(0, 7), lambda z: z.permute(0, 1, 9)):
-        with pytest.raises((IndexError, RuntimeError)):
-            wrong(real)
-        with pytest.raises((IndexError, RuntimeError)):
-            wrong(case.head(case.x))
-    with pytest.raises((RuntimeError, IndexError)):
-        F.cross_entropy(case.head(case.x).view(-1, V), Y.view(-1).int())
-    z = case.head(case.x)
-    assert (z.is_cpu, z.layout, z.itemsize, z.is_leaf) == (True, torch.strided, 8, False) and not z.is_computed
-
-
-def test_selections_at_their_limits_stay_recorded() -> None:
-    case = Case()
-    real = case.head(case.x)
-    defer_logits(case.head)
-    for use in (
-        lambda z: z.unsqueeze(-4),
-        lambda z: z.unsqueeze(2),
-        lambda z: z.narrow(1, 0, z.shape[1]),
-        lambda z: z.narrow(1, 2, 1),
-        lambda z: z.narrow(1, 2, 0),
-    ):
         z = use(case.head(case.x))
         assert not z.is_computed and torch.equal(z * 1.0, use(real))
-    for dim in (-5, 4):
-        with pytest.raises(IndexError):
-            case.head(case.x).unsqueeze(dim)
-
-
-def test_spectral_norm_gives_logits() -> None:
-    for norm in (nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm):
-        case = Case()
-        norm(case.head)
-        twin = copy.deepcopy(case.head)
-        defer_logits(case.head)
-        z = case.head(case.x)
-        assert isinstance(z, Tensor)
-        torch.testing.assert_close(z, twin(case.x))
+    for wrong in (lambda z: z.narrow(1, 3, 10), lambda z: z.permute(0, 1, 9), lambda z: z.unsqueeze(-5)):
+        for z in (real, case.head(case.x)):
+            with pytest.raises((IndexError, RuntimeError)):
+                wrong(z)
+    assert torch.equal(case.head(case.x).narrow(-1, -3, 3) * 1.0, real.narrow(-1, -3, 3))
+    with pytest.raises((RuntimeError, IndexError)):
+        F.cross_entropy(case.head(case.x).view(-1, V), Y.view(-1).int())

@@ -83,11 +83,21 @@ def frozen_between(model: Any, loss_of: Loss) -> Tensor:
     return loss
 
 
+def merged(model: Any, loss_of: Loss) -> Tensor:
+    before = loss_of(model(IDS).logits)
+    model.merge_adapter()
+    with torch.no_grad():
+        value = loss_of(model(IDS).logits)
+    model.unmerge_adapter()
+    return before + value
+
+
 USES: dict[str, Callable[[Any, Loss], Tensor]] = {
     "disabled": disabled,
     "used while disabled": used_while_disabled,
     "another adapter": another_adapter,
     "frozen between": frozen_between,
+    "merged": merged,
 }
 
 

@@ -231,28 +231,6 @@ def test_dpo(device, passes):
     assert len(passes) == 2
 
 
-@slow_interpreted
-@pytest.mark.triton
-@pytest.mark.parametrize("entropy_coef", [0.0, pytest.param(0.1, marks=pytest.mark.exhaustive)])
-def test_grpo(entropy_coef, device, passes):
-    """The entropy is a metric, or part of the loss, which then needs the logits."""
-    batches = [sequences(seed) for seed in range(6, 12)]
-    for batch in batches:
-        batch["advantages"] = torch.tensor([1.0, -1.0, 0.5, 2.0], dtype=torch.float64)
-        batch["old_logps"] = -6 - torch.rand(4, 10, dtype=torch.float64)
-    ours = LigerFusedLinearGRPOLoss(logits_budget=BUDGET, entropy_coef=entropy_coef)
-    assert_error_is_that_of_eager_code(
-        lambda batch: ours(**batch)[0],
-        lambda batch: eager.grpo(**batch, entropy_coef=entropy_coef)[0],
-        *batches,
-        device=device,
-    )
-    assert bool(passes) == (not entropy_coef)
-    batch = moved(batches[0], torch.bfloat16, device)
-    exact, metrics = eager.grpo(**batch, entropy_coef=entropy_coef)[1], ours(**batch)[1]
-    assert float(metrics.entropy) == pytest.approx(float(exact["entropy"]), rel=2**-8)
-
-
 class Shifted(LigerFusedLinearPreferenceBase):
     """Uses a statistic that preference losses only report."""
 
@@ -380,17 +358,6 @@ def test_the_automatic_budget(change, tokens, monkeypatch):
     assert plan.largest_tile == tokens * vocab_size
 
 
-def test_chunks_in_the_place_of_one_chunk_are_large():
-    def several(*tokens: int, vocab_size: int = 1 << 18) -> bool:
-        chunks = [cutting.tiles(n, vocab_size, 1 << 40) for n in tokens]
-        return epilogue.instead_of_one_chunk(chunks, hidden_size=1024)
-
-    assert several(4096, 4096) and several(3584, 4096, 4096)
-    assert not several(8192)
-    assert several(4096, 3072) and not several(4096, 3071) and not several(4096, 4096, 1)
-    assert several(4096, 4096, vocab_size=1 << 17) and not several(4096, 4096, vocab_size=(1 << 17) - 1)
-
-
 @pytest.mark.parametrize("transposed", [False, True])
 def test_a_head_that_the_epilogue_cannot_read_is_one_chunk(transposed, monkeypatch):
     monkeypatch.setattr(choose, "has_wide_tiles", lambda device: True)
@@ -406,16 +373,6 @@ def test_a_head_that_the_epilogue_cannot_read_is_one_chunk(transposed, monkeypat
         whole_batch=False,
     )
     assert len(plan.chunks) == (1 if transposed else 2)
-
-
-def test_small_chunks_are_left_to_the_logits(monkeypatch):
-    """Small chunks do not use the epilogue, because the host is the bottleneck: the largest chunk decides."""
-    largest = 3 * 16 * 8
-    monkeypatch.setattr(epilogue, "SMALLEST", largest)
-    chunks = [cutting.tiles(n, 16, 64) for n in (1, 3, 2)]
-    assert served({"chunks": chunks})
-    monkeypatch.setattr(epilogue, "SMALLEST", largest + 1)
-    assert not served({"chunks": chunks})
 
 
 @pytest.mark.parametrize(
@@ -439,14 +396,6 @@ def test_a_wrong_setting_of_wide_tiles_is_refused(text):
     expected = f"LIGER_CHUNKED_WIDE_TILES must list major compute capabilities among 9, 10, .* got {text!r}"
     with pytest.raises(ValueError, match=expected):
         backend.wide_tiles_setting(text)
-
-
-def test_serves_no_cpu(monkeypatch):
-    monkeypatch.setattr(EpilogueSource, "statistics", None)
-    batch = moved(tokens(), torch.bfloat16)
-    loss = LigerFusedLinearCrossEntropyLoss(logits_budget=BUDGET)
-    assert not backend.has_wide_tiles(torch.device("cpu"))
-    evaluate(lambda batch: loss(**batch), batch)
 
 
 # Memory

@@ -23,17 +23,13 @@ from torch import Tensor
 
 from liger_chunked import (
     AdaptedWeight,
-    ChunkedLMHead,
     KeptIds,
     LigerFusedLinearGRPOLoss,
-    LigerFusedLinearPolicyBase,
-    Rollouts,
     VocabShard,
     linear_token_stats,
 )
 from liger_chunked.engine import choose
 from liger_chunked.engine import kept as kept_engine
-from liger_chunked.engine.kept_products import KeptProducts
 from liger_chunked.types import LossHead
 
 B, T, H, V, R = 2, 5, 8, 23, 3
@@ -155,19 +151,16 @@ def test_long_lists_take_products(monkeypatch: pytest.MonkeyPatch) -> None:
     assert taken(n * v // 1000 + 1, n, one_of=1000) and not taken(n * v // 1000 - 1, n, one_of=1000)
     assert not taken(n * v // 4, 16, smallest=16 * v * h + 1) and taken(n * v // 4, 16, smallest=16 * v * h)
     assert not taken(n * v // 4, n, dtype=torch.float32)
-    # A call counts its own ids, tokens with a target and ids, and vocabulary.
+    # A call counts its own ids, tokens with a target and ids.
     asked: list[tuple[Any, ...]] = []
     monkeypatch.setattr(choose, "kept_ids_take_products", lambda *given: asked.append(given) or len(asked) == 2)
-    ran: list[int] = []
-    stock = KeptProducts.statistics
-    monkeypatch.setattr(KeptProducts, "statistics", lambda *given: ran.append(len(asked)) or stock(*given))
     given = batch()
     call, lists = (given["weight"], given["input"], given["target"]), drawn_lists(given["target"])
     n_ids, n_tokens = sum(map(len, lists)), int((given["target"] >= 0).sum()) - 2
-    logps = [linear_token_stats(*call, kept=KeptIds.from_lists(lists)).logps for _ in range(2)]
-    assert [x[:2] for x in asked] == [(n_ids, n_tokens)] * 2 and ran == [2]
-    assert logps[0] is not None and logps[1] is not None
-    torch.testing.assert_close(logps[0], logps[1], **SUMS)
+    torch.testing.assert_close(
+        *(linear_token_stats(*call, kept=KeptIds.from_lists(lists)).logps for _ in range(2)), **SUMS
+    )
+    assert [x[:2] for x in asked] == [(n_ids, n_tokens)] * 2
     linear_token_stats(*call, kept=KeptIds.from_lists(lists), deterministic="batch")
     assert len(asked) == 2  # products may depend on the batch
 
@@ -224,14 +217,9 @@ def test_no_logits_of_other_ids_are_read() -> None:
     assert (weight.grad[others] == 0).all()
 
 
-class Weighted(LigerFusedLinearPolicyBase):
-    def policy_loss(self, rollouts: Rollouts) -> Tensor:
-        return -rollouts.ratio * rollouts.advantages
-
-
 @pytest.mark.parametrize("options", [
-    {}, {"beta": 0.1}, {"importance_level": "sequence"}, {"reduction": "dapo", "entropy_coef": 0.05},
-    {"top_entropy_quantile": 0.5}, {"temperature": 0.7, "surrogate": "cispo", "epsilon_high": 5.0},
+    {"beta": 0.1}, {"importance_level": "sequence", "temperature": 0.7},
+    {"reduction": "dapo", "entropy_coef": 0.05, "top_entropy_quantile": 0.5},
 ])  # fmt: skip
 @both_ways
 def test_policy_losses(way: str, options: dict[str, Any]) -> None:
@@ -300,53 +288,59 @@ def test_packed_sequences(way: str) -> None:
     torch.testing.assert_close(found, padded, **SUMS)
 
 
-def test_errors() -> None:
-    given = batch(torch.float32)
-    target = given["target"]
-    call = (given["weight"], given["input"], target)
-    lists = drawn_lists(target)
+LISTS = drawn_lists(batch()["target"])
+KEPT, FIRST = KeptIds.from_lists(LISTS), int(batch()["target"][0, 1])
 
-    def refused(message: str, error: type[Exception] = ValueError, **named: Any) -> None:
-        with pytest.raises(error, match=message):
-            linear_token_stats(*call, **named)
 
-    wrong = [list(x) for x in lists]
-    wrong[1] = [i for i in range(V) if i != int(target[0, 1])][:3]
-    refused("no id .* at position 1 of the flattened target", kept=KeptIds.from_lists(wrong))
-    wrong[1] = [int(target[0, 1]), 2, 2]
-    refused("distinct within a position", kept=KeptIds.from_lists(wrong))
-    wrong[1] = [int(target[0, 1]), V]
-    refused("indices into the vocabulary", kept=KeptIds.from_lists(wrong))
-    refused("the ids of 10 positions", kept=KeptIds.from_lists(lists[:-1]))
-    refused("kept must be a KeptIds", TypeError, kept=lists)
-    kept = KeptIds.from_lists(lists)
-    beyond = target.clone()
-    beyond[0, 2] = V  # its list is empty
-    with pytest.raises(ValueError, match=f"target holds {V}"):
-        linear_token_stats(*call[:2], beyond, kept=kept)
-    refused("rise from 0", kept=KeptIds(kept.ids, kept.offsets.flip(0)))
-    refused("mean_logits", kept=kept, outputs=("mean_logits",))
-    refused("got candidates as well", kept=kept, candidates=target.clamp(min=0)[..., None])
-    with pytest.raises(TypeError, match="integers"):
-        KeptIds(kept.ids.float(), kept.offsets)
-    with pytest.raises(ValueError, match="keeps no id at position 1"):
-        KeptIds.from_mask(torch.tensor([[True, False], [False, False]]))
+def with_second(ids: list[int]) -> dict[str, Any]:
+    return {"kept": KeptIds.from_lists([LISTS[0], ids, *LISTS[2:]])}
 
 
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"top_k": 0}, ValueError, "top_k must be 1 or more, or None, got 0"),
-        ({"top_k": 2.5}, TypeError, "top_k must be an int or None"),
-        ({"top_k": True}, TypeError, "top_k must be an int or None, got True"),
-        ({"top_p": 0.0}, ValueError, r"top_p must be in \(0, 1\], or None, got 0.0"),
-        ({"top_p": 1.5}, ValueError, r"top_p must be in \(0, 1\]"),
-        ({"min_p": 1.5}, ValueError, r"min_p must be in \[0, 1\], or None, got 1.5"),
+        (with_second([(FIRST + 1) % V, (FIRST + 2) % V]), ValueError, "no id .* at position 1 of the flattened target"),
+        (with_second([FIRST, 2, 2]), ValueError, "distinct within a position"),
+        (with_second([FIRST, V]), ValueError, "indices into the vocabulary"),
+        ({"kept": KeptIds.from_lists(LISTS[:-1])}, ValueError, "the ids of 10 positions"),
+        ({"kept": LISTS}, TypeError, "kept must be a KeptIds"),
+        ({"kept": KeptIds(KEPT.ids, KEPT.offsets.flip(0))}, ValueError, "rise from 0"),
+        ({"kept": KEPT, "outputs": ("mean_logits",)}, ValueError, "mean_logits"),
+        ({"kept": KEPT, "candidates": torch.zeros(B, T, 1).long()}, ValueError, "got candidates as well"),
+        # Position 2 has an empty list.
+        (
+            {"kept": KEPT, "target": batch()["target"].index_fill(1, torch.tensor([2]), V)},
+            ValueError,
+            "target holds 23",
+        ),
     ],
 )
-def test_options_of_a_sampler(options: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_errors(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    call = {name: x for name, x in batch(torch.float32).items() if name in ("weight", "input", "target")}
     with pytest.raises(error, match=message):
-        KeptIds.from_top_p(torch.zeros(3, 5), **options)
+        linear_token_stats(**call | options)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: KeptIds(KEPT.ids.float(), KEPT.offsets), TypeError, "integers"),
+        (lambda: KeptIds.from_mask(torch.tensor([[True], [False]])), ValueError, "keeps no id at position 1"),
+        (lambda: KeptIds(KEPT.ids, KEPT.offsets, math.nan), ValueError, "KeptIds.temperature must be positive and fin"),
+        (lambda: KeptIds(KEPT.ids, KEPT.offsets, "1"), TypeError, "KeptIds.temperature must be a number or None"),  # type: ignore[arg-type]
+        (lambda: top_p(top_k=0), ValueError, "top_k must be 1 or more, or None, got 0"),
+        (lambda: top_p(top_k=2.5), TypeError, "top_k must be an int or None"),
+        (lambda: top_p(top_p=0.0), ValueError, r"top_p must be in \(0, 1\], or None, got 0.0"),
+        (lambda: top_p(min_p=1.5), ValueError, r"min_p must be in \[0, 1\], or None, got 1.5"),
+    ],
+)
+def test_refused_ids(make: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+def top_p(**options: Any) -> KeptIds:
+    return KeptIds.from_top_p(torch.zeros(3, 5), **options)
 
 
 def test_nearly_all_of_the_mass() -> None:
@@ -358,23 +352,6 @@ def test_nearly_all_of_the_mass() -> None:
     for count, of_row in zip(kept.offsets.diff().tolist(), mass, strict=True):
         least, most = (int((of_row > 1e-6 * (1 + x)).sum()) for x in (1e-3, -1e-3))
         assert least <= count <= most < 32000
-
-
-def test_a_head_and_wide_logits_give_the_same() -> None:
-    given = batch(torch.float32)
-    kept = KeptIds.from_lists(drawn_lists(given["target"], mixed=False))
-    call = {"temperature": 0.7, "kept": kept}
-    args = given["weight"], given["input"].requires_grad_(), given["target"]
-    expected = linear_token_stats(*args, outputs=("logps", "entropy"), **call)
-    wide = linear_token_stats(*args, outputs=("logps", "entropy"), logits_dtype=torch.float32, **call)
-    head = ChunkedLMHead(H, V, bias=False, dtype=torch.float32)
-    head.weight.data.copy_(given["weight"])
-    for found in ((wide.logps, wide.entropy), head(*args[1:], **call).values()):
-        assert all(map(torch.equal, found, (expected.logps, expected.entropy)))
-    # Upstream gradients of tokens that do not count go nowhere.
-    assert expected.logps is not None
-    (gradient,) = torch.autograd.grad(expected.logps.sum(), given["input"])
-    assert not gradient[given["target"] < 0].any() and gradient[given["target"] >= 0].any()
 
 
 def test_sources_agree() -> None:
@@ -393,53 +370,6 @@ def test_sources_agree() -> None:
     assert torch.equal(KeptIds.from_lists(lists).ids, kept.ids)
     everything = KeptIds.from_mask(torch.ones(2, V, dtype=torch.bool))
     assert everything.ids.numel() == 0 and everything.positions == 2
-
-
-def test_ids_are_sorted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = batch(torch.float32)
-    weight, kept = given["weight"].requires_grad_(), KeptIds.from_lists(drawn_lists(given["target"], mixed=False))
-    sorts = []
-    stock = torch.sort
-    monkeypatch.setattr(torch, "sort", lambda *args, **options: sorts.append(1) or stock(*args, **options))
-    found = []
-    for _ in range(3):
-        logps = linear_token_stats(weight, given["input"], given["target"], kept=kept).logps
-        assert logps is not None
-        found += torch.autograd.grad(logps.sum(), weight)
-    assert len(sorts) == 1 and torch.equal(found[0], found[2])
-    linear_token_stats(weight.detach(), given["input"], given["target"], kept=KeptIds(kept.ids, kept.offsets))
-    assert len(sorts) == 2  # of another object
-
-
-class Stream:
-    """Stands for a stream of a GPU on a CPU, and records what waits for it."""
-
-    def __init__(self) -> None:
-        self.waited_for: list[Any] = []
-
-    def record_event(self) -> Any:
-        return self, "event"
-
-    def wait_event(self, event: Any) -> None:
-        self.waited_for.append(event)
-
-
-def test_a_call_on_another_stream_waits_for_the_sort(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = batch(torch.float32)
-    kept = KeptIds.from_lists(drawn_lists(given["target"], mixed=False))
-    recorded: list[Any] = []
-    monkeypatch.setattr(Tensor, "record_stream", lambda x, stream: recorded.append((x.data_ptr(), stream)))
-    monkeypatch.setattr(kept_engine, "is_accelerator", lambda device: True)
-    first, second = Stream(), Stream()
-    for stream in (first, first, second, first):
-        monkeypatch.setattr(kept_engine, "current_stream", lambda device, stream=stream: stream)
-        linear_token_stats(given["weight"], given["input"], given["target"], kept=kept)
-    assert first.waited_for == [] and second.waited_for == [(first, "event")]
-    layout = kept_engine._LAYOUTS[kept]
-    tensors = [x for x in (*vars(layout).values(), *layout.by_id) if isinstance(x, Tensor)]
-    assert len(tensors) == 8
-    assert {x.data_ptr() for x in tensors} == {pointer for pointer, _ in recorded}
-    assert all(stream is second for _, stream in recorded)
 
 
 @pytest.mark.gpu
@@ -548,30 +478,20 @@ def test_the_temperature_of_kept_ids() -> None:
         kept.to("cpu").take(torch.arange(B * T)),
         KeptIds.cat([kept.take(torch.arange(3)), kept.take(torch.arange(3, B * T))]),
     ]
-    policy: Any = {"weight": weight, "input": input, "target": target, "advantages": torch.ones(B)}
+    grpo = partial(LigerFusedLinearGRPOLoss(), weight, input, target, torch.ones(B))
+    stats = partial(linear_token_stats, weight, input, target)
     for ids in made:
         assert ids.temperature == 0.7
-        for temperature in (0.7, per_token):
-            linear_token_stats(weight, input, target, kept=ids, temperature=temperature)
-        LigerFusedLinearGRPOLoss(temperature=0.7)(**policy, kept=ids)
-        LigerFusedLinearGRPOLoss()(**policy, kept=ids, temperature=per_token)
-        for call, got in (
-            (lambda ids=ids: linear_token_stats(weight, input, target, kept=ids), "1"),
-            (lambda ids=ids: LigerFusedLinearGRPOLoss(temperature=0.9)(**policy, kept=ids), "0.9"),
-            (lambda ids=ids: linear_token_stats(weight, input, target, kept=ids, temperature=per_token + 0.1), "0.8"),
-            (lambda ids=ids: LigerFusedLinearGRPOLoss()(**policy, kept=ids, temperature=per_token + 0.1), "0.8"),
-        ):
-            message = f"kept was drawn at temperature 0.7, but this call divides .* {got}:"
-            with pytest.raises(ValueError, match=message):
-                call()
+        for call in (stats, grpo):
+            call(kept=ids, temperature=per_token)
+            for options, got in (({}, "1"), ({"temperature": per_token + 0.1}, "0.8")):
+                with pytest.raises(
+                    ValueError, match=f"kept was drawn at temperature 0.7, but this call divides .* {got}:"
+                ):
+                    call(kept=ids, **options)
     unknown = [KeptIds(kept.ids, kept.offsets), KeptIds.cat([kept, KeptIds.from_lists([[1]], temperature=0.8)])]
     assert [x.temperature for x in unknown] == [None, None]
     linear_token_stats(weight, input, target, kept=unknown[0], temperature=0.3)
-    for wrong in (0.0, -1.0, math.inf, math.nan):
-        with pytest.raises(ValueError, match=r"KeptIds.temperature must be positive and finite, or None, got"):
-            KeptIds(kept.ids, kept.offsets, wrong)
-    with pytest.raises(TypeError, match=r"KeptIds.temperature must be a number or None, got '1'"):
-        KeptIds(kept.ids, kept.offsets, "1")  # type: ignore[arg-type]
 
 
 @both_ways
@@ -614,21 +534,6 @@ def test_ids_of_completions() -> None:
     with pytest.raises(ValueError, match="the 1 sequences"):
         KeptIds.from_completions(rows[:1], target)
     assert KeptIds.from_completions([], target[:0]).positions == 0
-
-
-def test_ids_from_inference_mode() -> None:
-    """A sampler's ids are often made there; autograd cannot save such tensors."""
-    given = batch(torch.float32)
-    lists = drawn_lists(given["target"])
-    with torch.inference_mode():
-        kept = KeptIds.from_lists(lists)
-    weight = given["weight"].requires_grad_()
-    gradients = []
-    for ids in (kept, KeptIds.from_lists(lists)):
-        logps = linear_token_stats(weight, given["input"], given["target"], kept=ids).logps
-        assert logps is not None
-        gradients += torch.autograd.grad(logps.sum(), weight)
-    assert kept.ids.is_inference() and torch.equal(*gradients)
 
 
 @pytest.mark.parametrize("made_there", [False, True])

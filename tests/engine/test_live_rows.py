@@ -14,9 +14,7 @@ from sampling import on_paths
 from spies import Memory, flop_counter
 from table import (
     POLICY,
-    ROWS,
     SMALL,
-    STATISTICS,
     Batch,
     Sizes,
     evaluate,
@@ -30,7 +28,6 @@ from table import rows as named
 from torch import Tensor
 
 from liger_chunked import (
-    AdaptedWeight,
     KeptIds,
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDPOLoss,
@@ -40,7 +37,7 @@ from liger_chunked import (
     LogitOptions,
     linear_token_stats,
 )
-from liger_chunked.engine import checks, choose, distillation, epilogue, live_rows
+from liger_chunked.engine import choose, distillation, epilogue, live_rows
 from liger_chunked.engine.cutting import Tile
 from liger_chunked.engine.live_rows import LiveCount
 from liger_chunked.kernels import LogitsCotangents, backend, logits_grad_
@@ -257,22 +254,6 @@ def test_results_of_other_losses(name, budget):
     assert dead.any() and (ours["input"][dead] == 0).all()
 
 
-def test_a_capture_does_not_wait(monkeypatch):
-    """In the capture of a CUDA graph a step waits for nothing, so it cannot know how many rows are live."""
-    asked = []
-    monkeypatch.setattr(LiveCount, "start", classmethod(lambda cls, gradients: asked.append(1)))
-    batch = with_advantages(0.2)
-    leaves = {name: batch[name].clone().requires_grad_() for name in ("weight", "input")}
-    LigerFusedLinearGRPOLoss()(**{**batch, **leaves})
-    assert asked
-    asked.clear()
-    monkeypatch.setattr(checks, "is_on_gpu", lambda x: True)
-    monkeypatch.setattr(checks, "is_capturing", lambda: True)
-    LigerFusedLinearGRPOLoss()(**{**batch, **leaves})
-    linear_token_stats(leaves["weight"], leaves["input"], batch["target"]).logps.sum().backward()
-    assert not asked
-
-
 # Results
 
 
@@ -292,7 +273,7 @@ def of_some_tokens(batch: Batch, seed: int = 3) -> Batch:
     return {**batch, "advantages": advantages * (torch.rand(shape, generator=generator) < 0.3)}
 
 
-@pytest.mark.parametrize("row", POLICY, ids=repr)
+@pytest.mark.parametrize("row", on_paths(POLICY))
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_policy_losses_match_the_oracle(row, budget):
     batch = of_some_tokens(row.sample(SMALL, seed=2))
@@ -300,10 +281,6 @@ def test_policy_losses_match_the_oracle(row, budget):
     ours = evaluate(partial(row.ours, logits_budget=elements and 8 * elements), batch)
     for name, value in evaluate(row.oracle, batch).items():
         assert relative_error(ours[name], value) < 1e-12, name
-
-
-def upstream_of_some(batch: Batch) -> Tensor:
-    return (torch.arange(batch["target"].numel()) % 3 == 1).view(batch["target"].shape).double()
 
 
 @pytest.mark.parametrize("outputs", [("logps",), ("logps", "lse", "entropy", "mean_logits")], ids=["logps", "all"])
@@ -314,7 +291,7 @@ def test_statistics_match_the_oracle(outputs, budget, trainable):
     sizes = SMALL._replace(vocab=2503) if budget == "slices" else SMALL
     batch = row.sample(sizes, seed=2)
     elements = 5 * 2503 if budget == "slices" else BUDGETS[budget](n_valid(batch), SMALL.vocab)
-    live = upstream_of_some(batch)
+    live = (torch.arange(batch["target"].numel()) % 3 == 1).view(batch["target"].shape).double()
 
     def weighted(stats: dict[str, Tensor]) -> Tensor:
         return sum((i + 1) * (stats[name] * live).sum() for i, name in enumerate(outputs))
@@ -326,75 +303,6 @@ def test_statistics_match_the_oracle(outputs, budget, trainable):
     exact = evaluate(lambda batch: weighted(eager.token_stats(**batch, outputs=outputs)), batch, trainable)
     for name, value in evaluate(ours, batch, trainable).items():
         assert relative_error(value, exact[name]) < 1e-12, name
-
-
-OPTIONS = {
-    "deterministic": {"deterministic": "batch"},
-    "softcap": {"softcap": 3.0, "logit_scale": 1.7, "temperature": 0.6},
-}
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_options_of_statistics(options):
-    batch = named("stats-logps")[0].sample(SMALL, seed=4)
-    live = upstream_of_some(batch)
-    plain = {name: value for name, value in options.items() if name != "deterministic"}
-    ours = evaluate(lambda batch: (linear_token_stats(**batch, **options).logps * live).sum(), batch)
-    exact = evaluate(lambda batch: (eager.token_stats(**batch, **plain)["logps"] * live).sum(), batch)
-    for name, value in exact.items():
-        assert relative_error(ours[name], value) < 1e-12, name
-
-
-def test_a_temperature_of_each_token():
-    batch = of_some_tokens(rollouts(SMALL, seed=5))
-    temperature = 0.5 + torch.rand(batch["target"].shape, generator=torch.Generator().manual_seed(0))
-    ours = evaluate(lambda batch: LigerFusedLinearGRPOLoss()(**batch, temperature=temperature)[0], batch)
-
-    def oracle(batch: Batch) -> Tensor:
-        divisor = temperature.double()[..., None]
-        shifted = {**batch, "input": batch["input"] / divisor}
-        bias = shifted.pop("bias")
-        logits = shifted["input"] @ batch["weight"].T + bias / divisor
-        columns = torch.eye(logits.shape[-1], dtype=torch.float64)
-        return eager.grpo(**{**shifted, "weight": columns, "input": logits})[0]
-
-    for name, value in evaluate(oracle, batch).items():
-        assert relative_error(ours[name], value) < 1e-6, name  # temperatures are float32
-
-
-def test_packed_sequences():
-    batch = of_some_tokens(rollouts(SMALL, seed=6))
-    valid = batch["target"] != -100
-    ends = torch.cat([torch.zeros(1, dtype=torch.int64), valid.sum(1).cumsum(0)])
-    of_tokens = {name: x for name, x in batch.items() if x.shape[:2] == valid.shape}
-    packed = {**batch, **{name: x[valid] for name, x in of_tokens.items()}}
-    ours = evaluate(lambda batch: LigerFusedLinearGRPOLoss()(**batch, cu_seqlens=ends)[0], packed)
-    exact = evaluate(lambda batch: LigerFusedLinearGRPOLoss()(**batch)[0], batch)
-    exact["input"] = exact["input"][valid]
-    for name, value in exact.items():
-        assert relative_error(ours[name], value) < 1e-12, name
-
-
-@pytest.mark.parametrize("budget", [None, 8 * 5 * 23, 8 * 7])
-def test_an_adapter_on_the_head(budget):
-    batch = of_some_tokens(rollouts(SMALL, seed=7))
-    generator = torch.Generator().manual_seed(1)
-    a = torch.randn(3, SMALL.hidden, generator=generator, dtype=torch.float64)
-    b = torch.randn(SMALL.vocab, 3, generator=generator, dtype=torch.float64)
-    results = []
-    for fused in (True, False):
-        leaves = {name: x.clone().requires_grad_() for name, x in (("a", a), ("b", b), ("input", batch["input"]))}
-        weight = AdaptedWeight(batch["weight"], leaves["b"], lambda x, a=leaves["a"]: x @ a.T)
-        if fused:
-            given = {**batch, "weight": weight, "input": leaves["input"]}
-            loss = LigerFusedLinearGRPOLoss(logits_budget=budget)(**given)[0]
-        else:
-            dense = batch["weight"] + leaves["b"] @ leaves["a"]
-            loss = eager.grpo(**{**batch, "weight": dense, "input": leaves["input"]})[0]
-        loss.backward()
-        results.append({name: x.grad for name, x in leaves.items()})
-    for name, value in results[1].items():
-        assert relative_error(results[0][name], value) < 1e-12, name
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -421,20 +329,6 @@ def test_results_are_as_close_as_with_all_rows(dtype, tile):
     assert (found <= 1.1 * expected).all(), (found, expected)
 
 
-@pytest.mark.parametrize("row", [*on_paths(row for row in ROWS if row in POLICY or row in STATISTICS)])
-def test_no_bit_changes_if_all_rows_are_live(row):
-    batch = row.sample(SMALL, seed=0)
-    for name in ("old_logps",):  # nothing is clipped
-        if name in batch:
-            batch[name] = eager.token_stats(batch["weight"], batch["input"], batch["target"], batch["bias"])["logps"]
-    ours = evaluate(row.ours, moved(batch, torch.float32))
-    with all_rows():
-        expected = evaluate(row.ours, moved(batch, torch.float32))
-    if "top-entropy" not in row.id:
-        for name, value in expected.items():
-            assert torch.equal(ours[name], value), name
-
-
 def test_nan_is_a_gradient():
     batch = with_advantages(0.2)
     batch["advantages"][1, 3] = float("nan")
@@ -455,19 +349,6 @@ def test_no_live_row_is_zero_everywhere(dtype, budget):
     Nothing(logits_budget=budget)(**{**batch, **leaves})[0].backward()
     for name, x in leaves.items():
         assert (x.grad == 0).all(), name
-
-
-def test_gradients_accumulate_and_repeat():
-    batch = with_advantages(0.2)
-    leaves = {name: batch[name].clone().requires_grad_() for name in ("weight", "input")}
-    live = batch["advantages"]
-    logps = linear_token_stats(leaves["weight"], leaves["input"], batch["target"]).logps
-    loss = (logps * live).sum()
-    loss.backward(retain_graph=True)
-    once = {name: x.grad.clone() for name, x in leaves.items()}
-    loss.backward()
-    for name, x in leaves.items():
-        torch.testing.assert_close(x.grad, 2 * once[name], rtol=1e-12, atol=1e-12)
 
 
 # Memory and places

@@ -12,7 +12,6 @@ from table import ROWS, SMALL, Batch, Row, evaluate, relative_error
 from torch import Tensor
 
 from liger_chunked import LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss, LigerFusedLinearKTOLoss
-from liger_chunked.functional import dpo_loss
 
 SERVED = [
     row for row in ROWS if row.fused and row.id.split("-")[0] not in ("ce", "kl", "jsd", "tvd", "cosine", "squared")
@@ -73,23 +72,33 @@ def test_metrics() -> None:
                 )  # the order of sums differs
 
 
-def test_refusals() -> None:
-    weight, input, target = torch.randn(11, 4), torch.randn(6, 4), torch.randint(11, (6,))
-    loss = LigerFusedLinearDPOLoss(use_ref_model=False)
-    whole = loss(weight, input, target, cu_seqlens=torch.tensor([0, 2, 6]))
-    assert torch.equal(
-        whole[0], dpo_loss(weight, input, target, cu_seqlens=torch.tensor([0, 2, 6]), use_ref_model=False)[0]
+@pytest.mark.parametrize(
+    ("ends", "error", "message"),
+    [
+        *(
+            (torch.tensor(ends), ValueError, r"cu_seqlens must be \(sequences \+ 1,\), rising from 0 to the 6 rows")
+            for ends in ([0, 2, 5], [1, 2, 6], [0, 4, 2, 6], [6])
+        ),
+        ([0, 2, 6], TypeError, "cu_seqlens must be an int32 or int64 tensor, got list"),
+        (torch.tensor([0, 2, 4, 6]), ValueError, "an odd 3"),
+        (torch.tensor([0, 0, 2, 3, 4, 5, 6]), ValueError, "as many sequences as input has rows, 6"),
+    ],
+)
+def test_refusals(ends: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        LigerFusedLinearDPOLoss(use_ref_model=False)(
+            torch.randn(11, 4), torch.randn(6, 4), torch.randint(11, (6,)), cu_seqlens=ends
+        )
+
+
+def test_shapes_beside_packed_sequences_are_refused() -> None:
+    weight, input, target, ends = (
+        torch.randn(11, 4),
+        torch.randn(6, 4),
+        torch.randint(11, (6,)),
+        torch.tensor([0, 2, 6]),
     )
-    for ends in ([0, 2, 5], [1, 2, 6], [0, 4, 2, 6], [6]):
-        with pytest.raises(ValueError, match=r"cu_seqlens must be \(sequences \+ 1,\), rising from 0 to the 6 rows"):
-            loss(weight, input, target, cu_seqlens=torch.tensor(ends))
-    with pytest.raises(TypeError, match="cu_seqlens must be an int32 or int64 tensor, got list"):
-        loss(weight, input, target, cu_seqlens=[0, 2, 6])
-    with pytest.raises(ValueError, match="an odd 3"):
-        loss(weight, input, target, cu_seqlens=torch.tensor([0, 2, 4, 6]))
     with pytest.raises(ValueError, match=r"input must be \(N, H\), the rows of all sequences, with cu_seqlens"):
-        loss(weight, input[None], target[None], cu_seqlens=torch.tensor([0, 6]))
-    with pytest.raises(ValueError, match=r"as many sequences as input has rows, 6"):
-        loss(weight, input, target, cu_seqlens=torch.tensor([0, 0, 2, 3, 4, 5, 6]))
+        LigerFusedLinearDPOLoss(use_ref_model=False)(weight, input[None], target[None], cu_seqlens=ends)
     with pytest.raises(ValueError, match=r"advantages must be \(6,\), one value a token, or \(2,\) or \(2, 1\)"):
-        LigerFusedLinearGRPOLoss()(weight, input, target, torch.ones(3), cu_seqlens=torch.tensor([0, 2, 6]))
+        LigerFusedLinearGRPOLoss()(weight, input, target, torch.ones(3), cu_seqlens=ends)

@@ -20,12 +20,13 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 import peft
-from fused import assert_fused
 from model_zoo import BY_ID
 from spies import Memory
 from table import relative_error
 from test_lora_head import (
     PEFT_WARNINGS,
+    Gradients,
+    assert_errors_at_most_eagers,
     dpo,
     dpo_on_logits,
     gradients_of,
@@ -34,7 +35,6 @@ from test_lora_head import (
     sft,
     sft_on_logits,
 )
-from test_values import FACTOR, rms
 from torch import Tensor, nn
 
 from liger_chunked import KeptIds, apply_liger_kernel, attach_head, linear_token_stats
@@ -226,6 +226,13 @@ TRAINED = {
 }
 
 
+def assert_equal_gradients(model: Any, found: Tensor, eager: Any, expected: Tensor) -> None:
+    ours, theirs = gradients_of(model, found), gradients_of(eager, expected)
+    assert ours.keys() == theirs.keys() and any("lora_B" in name for name in ours)
+    for name, gradient in theirs.items():
+        assert relative_error(ours[name], gradient) < 1e-9, name
+
+
 @pytest.mark.parametrize("targets", [["q_proj"], ["q_proj", "lm_head"]], ids=["backbone", "head"])
 @pytest.mark.parametrize("loss", TRAINED)
 def test_equal_to_the_dequantized_head(format, targets, loss):
@@ -237,10 +244,7 @@ def test_equal_to_the_dequantized_head(format, targets, loss):
     batch = labelled()
     found, expected = fused(model, batch), on_logits(eager, batch)
     assert relative_error(found.detach(), expected.detach()) < 1e-9
-    ours, theirs = gradients_of(model, found), gradients_of(eager, expected)
-    assert ours.keys() == theirs.keys() and any("lora_B" in name for name in ours)
-    for name, gradient in theirs.items():
-        assert relative_error(ours[name], gradient) < 1e-9, name
+    assert_equal_gradients(model, found, eager, expected)
 
 
 def test_kept_ids(format):
@@ -261,25 +265,7 @@ def test_kept_ids(format):
     log_p = logits.masked_fill(~keeps, -torch.inf).log_softmax(-1)
     expected = log_p.gather(-1, target.clamp(min=0)[..., None])[..., 0].masked_fill(target < 0, 0.0)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-    ours, theirs = gradients_of(model, found.sum()), gradients_of(eager, expected.sum())
-    assert ours.keys() == theirs.keys() and any("lora_B" in name for name in ours)
-    for name, gradient in theirs.items():
-        assert relative_error(ours[name], gradient) < 1e-9, name
-
-
-def test_a_patched_model(format):
-    model, eager = models(format, ["q_proj"])
-    apply_liger_kernel(model, rope=False, rms_norm=False, swiglu=False)
-    batch = labelled()
-    output = model(**batch)
-    assert_fused(output)
-    # The model's own loss function returns float32.
-    eps = torch.finfo(output.loss.dtype).eps
-    assert relative_error(output.loss.detach().double(), sft_on_logits(eager, batch).detach()) < eps
-    ours, theirs = gradients_of(model, output.loss), gradients_of(eager, sft_on_logits(eager, batch))
-    assert ours.keys() == theirs.keys()
-    for name, gradient in theirs.items():
-        assert relative_error(ours[name], gradient) < eps, name
+    assert_equal_gradients(model, found.sum(), eager, expected.sum())
 
 
 def logps(model: Any, x: Tensor, target: Tensor) -> Tensor:
@@ -294,36 +280,30 @@ def logps(model: Any, x: Tensor, target: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("format", [name for name in FORMATS if "stand-in" not in name], indirect=True)
-def test_error_is_that_of_the_modules_own_product(format):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_error_is_that_of_the_modules_own_product(format, dtype):
     """In bfloat16, also from hidden states in float32, as of norms that PEFT has cast."""
-    errors: dict[str, list[tuple[float, float, float]]] = {}
-    for seed in range(8):
+
+    def batch_of(seed: int) -> tuple[Gradients, Gradients, Gradients]:
         generator = torch.Generator().manual_seed(seed)
         model = llama()
         model.lm_head, weight = FORMATS[format]((torch.randn(160, 64, generator=generator) / 8).bfloat16())
         x, upstream = torch.randn(5, 7, 64, generator=generator).bfloat16(), torch.randn(5, 7, generator=generator)
         target = torch.randint(160, (5, 7), generator=generator)
 
-        def run(logits: Callable[[Tensor], Tensor], dtype: torch.dtype, **given: Any) -> tuple[Tensor, Tensor]:
-            leaf = given["x"].to(dtype, copy=True).requires_grad_()
+        def run(logits: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Gradients:
+            leaf = x.to(dtype, copy=True).requires_grad_()
             values = logits(leaf)
             if values.ndim == 3:
-                values = values.log_softmax(-1).gather(-1, given["target"][..., None])[..., 0]
-            (values * given["upstream"]).sum().backward()
-            return values.detach().double(), leaf.grad.double()
+                values = values.log_softmax(-1).gather(-1, target[..., None])[..., 0]
+            (values * upstream).sum().backward()
+            return {"logps": values.detach().double(), "gradient": leaf.grad.double()}
 
-        given = {"x": x, "target": target, "upstream": upstream}
-        exact = run(lambda x, w=weight: nn.functional.linear(x, w.double()), torch.float64, **given)
-        eager = run(lambda x, m=model: m.lm_head(x).float(), torch.bfloat16, **given)
-        for dtype in (torch.bfloat16, torch.float32):
-            ours = run(lambda x, m=model, y=target: logps(m, x, y), dtype, **given)
-            for name, *values in zip(("logps", "gradient"), ours, eager, exact, strict=True):
-                found, own, true = values
-                off = (float((found - true).norm()), float((own - true).norm()), float(true.norm()))
-                errors.setdefault(f"{name} {dtype}", []).append(off)
-    for name, found in errors.items():
-        of_ours, of_eager, norms = map(list, zip(*found, strict=True))
-        assert rms(of_ours, norms) <= FACTOR * rms(of_eager, norms), name
+        exact = run(lambda x: nn.functional.linear(x, weight.double()), torch.float64)
+        eager = run(lambda x: model.lm_head(x).float(), torch.bfloat16)
+        return run(lambda x: logps(model, x, target), dtype), eager, exact
+
+    assert_errors_at_most_eagers(map(batch_of, range(8)))
 
 
 @pytest.mark.ordinary_memory
@@ -423,16 +403,15 @@ def test_other_formats_are_refused(case, with_lora, monkeypatch):
     assert "lm_head is computed by" in str(report) and "Leave lm_head out of quantization" in str(report)
 
 
-LATE = {
-    "packed": (packed, "repacked the weight of lm_head, a Linear4bit, for inference on this CPU"),
-    "before .to(device)": (not_quantized_yet, "a Linear4bit whose weight is not quantized yet"),
-}
-
-
-@pytest.mark.parametrize("case", LATE)
-def test_weights_without_values_are_refused(case, monkeypatch):
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (packed, "repacked the weight of lm_head, a Linear4bit, for inference on this CPU"),
+        (not_quantized_yet, "a Linear4bit whose weight is not quantized yet"),
+    ],
+)
+def test_weights_without_values_are_refused(make, message, monkeypatch):
     use_stand_ins(monkeypatch)
-    make, message = LATE[case]
     model = llama()
     model.lm_head = make(WEIGHT)
     attach_head(model)

@@ -31,16 +31,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.integrations.neftune import activate_neftune, deactivate_neftune
+from transformers.integrations.neftune import activate_neftune
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from liger_chunked import LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss
+from liger_chunked import LigerFusedLinearDPOLoss
 from liger_chunked.integrations.transformers import attach_head
 from liger_chunked.integrations.transformers.head_input import HeadInput
-from liger_chunked.kernels.tuning.hopper import HOPPER
 from liger_chunked.shared_prefix import SharedBatch, share, share_batch, shared_prefix_hidden_states, why_not_shared
 from liger_chunked.shared_prefix import attention as trie_attention
-from liger_chunked.shared_prefix.attention import BLOCK, TrieMask, dense_mask, trie_mask
+from liger_chunked.shared_prefix.attention import BLOCK, dense_mask, trie_mask
 from liger_chunked.shared_prefix.inputs import model_inputs
 from liger_chunked.shared_prefix.trie import pack_trie
 from liger_chunked.types import Head
@@ -180,12 +179,6 @@ def dpo(head: Head, input: HeadInput) -> Tensor:
     return loss(head.weight, input.hidden_states, input.target, head.bias, ref_logps=ref_logps)[0]
 
 
-def grpo(head: Head, input: HeadInput) -> Tensor:
-    loss = LigerFusedLinearGRPOLoss(softcap=input.options.softcap, logit_scale=input.options.logit_scale)
-    advantages = torch.linspace(-1, 2, len(input.hidden_states), dtype=torch.float64)
-    return loss(head.weight, input.hidden_states, input.target, advantages, head.bias)[0]
-
-
 def completions(side: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return ids, mask and labels of chosen and then rejected completions, or of two groups of rollouts."""
     sequences = [PROMPTS[0] + [40, 41, 42, 43], PROMPTS[1] + [22, 23], PROMPTS[0] + [40, 50], PROMPTS[1] + [60, 61, 62]]
@@ -193,21 +186,6 @@ def completions(side: str) -> tuple[Tensor, Tensor, Tensor]:
     lengths = torch.tensor([8, 2, 8, 2])
     labels = ids.masked_fill((mask == 0) | (positions(mask) < lengths[:, None]), -100)
     return ids, mask, labels
-
-
-@pytest.mark.parametrize("loss", [dpo, grpo])
-@pytest.mark.parametrize(("name", "way"), CASES)
-def test_losses_and_their_gradients(name: str, way: str, loss: Callable[[Head, HeadInput], Tensor]) -> None:
-    model = build(name, way)
-    ids, mask, labels = completions("right")
-    reference = stock(model)
-    attach_head(model)
-    attach_head(reference)
-    padded_loss = reference(ids, attention_mask=mask, labels=labels, head_fn=loss)
-    batch = share_batch(model, ids, mask)
-    shared_loss = model(**batch.inputs, labels=labels, head_fn=batch.head_fn(loss))
-    assert_same(shared_loss, padded_loss)
-    assert_same(gradients(model, shared_loss), gradients(model, padded_loss))
 
 
 @pytest.mark.parametrize("keep", [5, torch.tensor([8, 9]), torch.tensor([[1, 2], [0, 1], [2, 1], [1, 3]]), "mask"])
@@ -223,35 +201,6 @@ def test_positions_to_keep(keep: Any) -> None:
     kept = torch.ones_like(mask) * mask
     weights = share.kept(kept[..., None], keep)
     assert_same(model(**batch.inputs, head_fn=fn) * weights, expected * weights)
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize(("name", "way"), [("gemma3", "sdpa"), ("gemma3", "flex_attention"), ("gpt_oss", "eager")])
-def test_gradient_checkpointing(name: str, way: str, use_reentrant: bool) -> None:
-    model = build(name, way)
-    ids, mask = padded(SEQUENCES)
-    expected = gradients(model, (padded_hidden_states(model, ids, mask) ** 2).sum())
-    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    model.train()
-    model.enable_input_require_grads()
-    assert_same(gradients(model, (shared_prefix_hidden_states(model, ids, mask) ** 2).sum()), expected)
-
-
-def test_tokens_through_the_backbone() -> None:
-    model = build("llama")
-    ids, mask = padded(SEQUENCES)
-    seen = []
-    model.get_input_embeddings().register_forward_hook(lambda module, args, output: seen.append(args[0].numel()))
-    shared_prefix_hidden_states(model, ids, mask)
-    nodes = len({tuple(s[:n]) for s in SEQUENCES for n in range(1, len(s) + 1)})
-    assert seen == [-(-nodes // 8) * 8]
-
-
-def test_a_backbone_without_a_head_and_no_mask() -> None:
-    model = build("qwen3", "sdpa")
-    ids = torch.tensor([[10, 11, 12], [10, 11, 13]])
-    got = shared_prefix_hidden_states(model.model, ids)
-    assert_same(got, padded_hidden_states(model, ids, torch.ones_like(ids)))
 
 
 SMALL = build("mistral", "sdpa")
@@ -292,20 +241,6 @@ def test_hidden_states_of_trailing_padding(name: str) -> None:
 # Wrappers.
 
 
-def test_under_peft() -> None:
-    peft = pytest.importorskip("peft")
-    model = build("llama", "sdpa")
-    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(model, config).double()
-    ids, mask, labels = completions("left")
-    attach_head(model)
-    batch = share_batch(model, ids, mask)
-    shared = gradients(model, model(**batch.inputs, labels=labels, head_fn=batch.head_fn(dpo)))
-    stock_loss = model(ids, attention_mask=mask, position_ids=positions(mask), labels=labels, head_fn=dpo)
-    assert_same(shared, gradients(model, stock_loss))
-    assert all("lora" in name for name in shared)
-
-
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
 @pytest.mark.ordinary_memory
 def test_under_data_parallel(wrapper: str, tmp_path: Path) -> None:
@@ -313,16 +248,15 @@ def test_under_data_parallel(wrapper: str, tmp_path: Path) -> None:
     try:
         model = build("gemma3", "sdpa")
         ids, mask, labels = completions("right")
-        expected = gradients(model, _padded_loss(model, ids, mask, labels))
+        attach_head(model)
+        expected = gradients(model, model(ids, attention_mask=mask, labels=labels, head_fn=dpo))
         model.zero_grad()
-        wrapped: nn.Module = model
         if wrapper == "ddp":
-            wrapped = DistributedDataParallel(model)
+            wrapped: nn.Module = DistributedDataParallel(model)
         else:
             mesh = init_device_mesh("cpu", (1,))
-            for layer in model.model.layers:
-                fully_shard(layer, mesh=mesh)
-            fully_shard(model, mesh=mesh)
+            for part in (*model.model.layers, model):
+                wrapped = fully_shard(part, mesh=mesh)
         attach_head(wrapped)
         batch = share_batch(wrapped, ids, mask)
         wrapped(**batch.inputs, labels=labels, head_fn=batch.head_fn(dpo)).backward()
@@ -333,11 +267,6 @@ def test_under_data_parallel(wrapper: str, tmp_path: Path) -> None:
         assert_same(whole, expected)
     finally:
         dist.destroy_process_group()
-
-
-def _padded_loss(model: PreTrainedModel, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
-    attach_head(model)
-    return model(ids, attention_mask=mask, labels=labels, head_fn=dpo)
 
 
 # FlexAttention.
@@ -441,41 +370,6 @@ def test_compiled_once_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.usefixtures("flex_gradients")
-@pytest.mark.ordinary_memory
-@dynamo_warns
-def test_compiled_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers compiled one by one share their graphs, for rows of any length, and run FlexAttention as tuned."""
-    graphs = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    model = build("llama", "flex_attention")
-    prompts = [[3 + i % 50 for i in range(n)] for n in (150, 300, 600)]
-    batches = [padded([[*prompt, 1], [*prompt, 2]]) for prompt in prompts]
-    expected = [gradients(model, shared_prefix_hidden_states(model, *batch).square().sum()) for batch in batches]
-    torch._dynamo.reset()
-    # On a CPU, the layers above ran dense attention.
-    monkeypatch.setattr(trie_attention, "_has_flex_attention", lambda query: torch.compiler.is_compiling())
-    monkeypatch.setitem(trie_attention.TUNING, torch.device("cpu"), HOPPER)
-    for layer in model.model.layers:
-        layer.compile(backend=backend)
-    for batch, of_dense in zip(batches, expected, strict=True):
-        found = gradients(model, shared_prefix_hidden_states(model, *batch).square().sum())
-        for key, x in of_dense.items():
-            # float64, but FlexAttention sums a softmax block by block
-            torch.testing.assert_close(found[key], x, rtol=1e-9, atol=1e-9, msg=key)
-    assert len(model.model.layers) == 2
-    assert len(graphs) == 2  # of the first length, and of any
-    for graph in graphs:
-        (call,) = [node for node in graph.graph.nodes if node.target is torch.ops.higher_order.flex_attention]
-        (options,) = [x for x in call.args if isinstance(x, dict) and "IS_DIVISIBLE" in x]
-        assert options.items() >= HOPPER.attention_small_heads.items()
-    torch._dynamo.reset()
-
-
 @pytest.mark.gpu
 @pytest.mark.ordinary_memory
 @dynamo_warns
@@ -576,57 +470,60 @@ def test_refused(prefix: str, config: dict[str, Any], reason: str) -> None:
     assert share.share_pass(model, {"input_ids": ids}) is None
 
 
-def test_refused_for_now() -> None:
-    model = build("llama")
-    assert why_not_shared(model) is None
-    model.config.attention_dropout = 0.1
-    assert why_not_shared(model) is None
-    model.train()
-    assert "attention_dropout is 0.1" in (why_not_shared(model) or "")
-    assert "more than text" in (why_not_shared(BY_ID["qwen2_vl"].build()) or "")
-    peft = pytest.importorskip("peft")
-    tuned = peft.get_peft_model(build("llama"), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
-    assert "virtual tokens" in (why_not_shared(tuned) or "")
+def changed(training: bool = True, **config: Any) -> PreTrainedModel:
+    model = build("llama").train(training)
+    vars(model.config).update(config)
+    return model
 
 
-@pytest.mark.parametrize("name", ["attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout"])
-def test_dropout_of_any_name_is_refused_in_training(name: str) -> None:
+def with_noise() -> PreTrainedModel:
     model = build("llama").train()
-    setattr(model.config, name, 0.1)
-    assert f"{name} is 0.1" in (why_not_shared(model) or "")
-    assert why_not_shared(model.eval()) is None
+    activate_neftune(model, 5.0)
+    return model
 
 
-def test_noise_that_depends_on_the_row_is_refused() -> None:
-    model = build("llama").train()
-    handle = activate_neftune(model, 5.0)
-    assert "NEFTune" in (why_not_shared(model) or "")
-    assert why_not_shared(model.eval()) is None
-    deactivate_neftune(model.train(), handle)
-    assert why_not_shared(model) is None
+def louder(module: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, 2 * query, *args, **kwargs)
 
 
-def test_attention_of_a_user_is_refused() -> None:
-    def louder(module: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, 2 * query, *args, **kwargs)
-
+def attention_of_a_user() -> PreTrainedModel:
     AttentionInterface.register("sdpa_louder", louder)
-    assert "'sdpa_louder', is not one of transformers" in (why_not_shared(build("llama", "sdpa_louder")) or "")
+    return build("llama", "sdpa_louder")
 
 
-def test_adapters_that_read_sequences_are_refused() -> None:
-    """Inside a wrapper too: the trainers ask about the base model."""
+def adapted(kind: str, base: bool = True, **config: Any) -> Any:
+    """Return a model with an adapter, or the base model in its wrapper, which the trainers ask about."""
     peft = pytest.importorskip("peft")
-    adapter = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[60])
-    model = peft.get_peft_model(build("llama"), adapter)
-    for asked in (model, model.get_base_model()):
-        assert "starts at a token" in (why_not_shared(asked) or "")
-    for adapter in (
-        peft.PolyConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], n_tasks=2),
-        peft.LilyConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]),
-    ):
-        reason = why_not_shared(peft.get_peft_model(build("llama"), adapter).get_base_model())
-        assert type(adapter).__name__ in (reason or "")
+    model = peft.get_peft_model(build("llama"), getattr(peft, kind)(task_type="CAUSAL_LM", **config))
+    return model.get_base_model() if base else model
+
+
+ALORA: dict[str, Any] = {"target_modules": ["q_proj"], "alora_invocation_tokens": [60]}
+DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        *((functools.partial(changed, **{name: 0.1}), f"{name} is 0.1") for name in DROPOUTS),
+        (with_noise, "NEFTune"),
+        (attention_of_a_user, "'sdpa_louder', is not one of transformers"),
+        (lambda: BY_ID["qwen2_vl"].build(), "more than text"),
+        (lambda: adapted("PromptTuningConfig", base=False, num_virtual_tokens=2), "virtual tokens"),
+        (lambda: adapted("LoraConfig", base=False, **ALORA), "starts at a token"),
+        (lambda: adapted("LoraConfig", **ALORA), "starts at a token"),
+        (lambda: adapted("PolyConfig", target_modules=["q_proj"], n_tasks=2), "PolyConfig"),
+        (lambda: adapted("LilyConfig", target_modules=["q_proj"]), "LilyConfig"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_refused_as_it_is(make: Callable[[], Any], reason: str) -> None:
+    assert reason in (why_not_shared(make()) or "")
+
+
+@pytest.mark.parametrize("make", [lambda: changed(False, attention_dropout=0.1), lambda: with_noise().eval()])
+def test_evaluation_draws_nothing(make: Callable[[], Any]) -> None:
+    assert why_not_shared(make()) is None
 
 
 _FACTORS = [1.0, 2.0, 3.0, 4.0]
@@ -720,10 +617,3 @@ def test_decision(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages[1:] == [
         "MambaForCausalLM computes shared prompts once for each sequence: its layers carry a state from token to token"
     ]
-
-
-def test_masks_of_each_kind_of_layer() -> None:
-    ids, mask = padded(SEQUENCES)
-    for name, way, kind in (("gemma3", "sdpa", dict), ("llama", "sdpa", Tensor), ("llama", "flex_attention", TrieMask)):
-        given = share_batch(build(name, way), ids, mask).inputs["attention_mask"]
-        assert isinstance(given, kind)

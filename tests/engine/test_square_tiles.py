@@ -35,11 +35,6 @@ def test_tiles_cover_the_logits(small):
     assert [tile.vocab_slice.start for tile in found] == sorted(tile.vocab_slice.start for tile in found)
 
 
-def test_few_tokens_are_not_cut():
-    assert all(tile.row_slice == slice(0, 4000) for tile in cutting.tiles(4000, 1 << 17, 1 << 24, square=True))
-    assert len({tile.row_slice.start for tile in cutting.tiles(40000, 1 << 17, 1 << 24, square=True)}) > 1
-
-
 @pytest.mark.parametrize("row", rows("stats-logps", "stats-all", "stats-any-order-transformed"), ids=repr)
 def test_values(row, small):
     batch = row.sample(SIZES, 1)

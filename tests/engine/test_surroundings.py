@@ -8,8 +8,7 @@ import copy
 import gc
 import pickle
 import threading
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -30,7 +29,6 @@ from liger_chunked.engine import sink, source, surroundings
 from liger_chunked.engine.kept import _KeptRule
 from liger_chunked.engine.stats import _StatisticsRule
 from liger_chunked.engine.step import Step
-from liger_chunked.losses.base import FusedLoss
 
 by_path = pytest.mark.parametrize("row", on_paths())
 by_path_of_products = pytest.mark.parametrize("row", on_paths(row for row in ROWS if row.products))
@@ -52,6 +50,18 @@ def assert_equal(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert ours.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(ours[name], value), name
+
+
+def assert_close(grads: Iterable[Tensor], leaves: Batch, expected: dict[str, Tensor], of: str = "") -> None:
+    """Compare gradients by the leaves with the expected ones by name."""
+    for name, gradient in zip(leaves, grads, strict=True):
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-12, atol=1e-14, msg=f"{of} {name}")
+
+
+def twice(value: Tensor, leaves: Batch) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the gradients of two backward passes."""
+    for _ in range(2):
+        yield torch.autograd.grad(value, list(leaves.values()), retain_graph=True)
 
 
 # Hooks on saved tensors
@@ -121,8 +131,7 @@ def test_hooks(row: Row, hooks: Hooks) -> None:
         x.zero_()
     again = torch.autograd.grad(loss, list(leaves.values()))
     assert bool(hooks.unpacked) != row.fused
-    for name, gradient in zip(leaves, again, strict=True):
-        torch.testing.assert_close(gradient, expected[name], rtol=1e-12, atol=1e-14, msg=name)
+    assert_close(again, leaves, expected)
 
 
 @some_rows
@@ -133,10 +142,8 @@ def test_hooks_around_the_backward(row: Row, hooks: Hooks) -> None:
     expected = evaluate(row.ours, batch)
     loss = row.ours({**batch, **leaves})
     with hooks():
-        for _ in range(2):
-            grads = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True)
-            for name, gradient in zip(leaves, grads, strict=True):
-                torch.testing.assert_close(gradient, expected[name], rtol=1e-12, atol=1e-14, msg=name)
+        for grads in twice(loss, leaves):
+            assert_close(grads, leaves, expected)
 
 
 @some_rows
@@ -196,25 +203,6 @@ def test_a_step_leaves_nothing_to_the_garbage_collector(row: Row, around: Callab
     finally:
         gc.enable()
     assert alive[0] == alive[1]
-
-
-@pytest.mark.ordinary_memory
-@pytest.mark.parametrize("row", rows("ce", "dpo-sigmoid", "grpo-kl", "jsd", "stats-all"), ids=repr)
-def test_memory_is_flat_over_50_steps(row: Row) -> None:
-    """Of tensors and of Python's objects, with another length in each step."""
-    batches = [row.sample(SMALL._replace(length=length), seed=0) for length in range(3, 8)]
-    memory = Memory()
-    alive, objects = [], []
-    with memory:
-        for i in range(1, 51):
-            evaluate(partial(row.ours, logits_budget=SEVERAL_CHUNKS), batches[i % len(batches)])
-            if i % 10 == 0:
-                gc.collect()
-                alive.append(memory.alive)
-                objects.append(len(gc.get_objects()))
-    assert len(set(alive)) == 1, alive
-    # One object that is kept in each step would add 30.
-    assert objects[-1] - objects[1] < 30, objects
 
 
 # Interruptions
@@ -289,8 +277,7 @@ def test_a_backward_after_an_interrupted_one(row: Row, monkeypatch: pytest.Monke
     loss = call({**batch, **leaves})
     wanted = list(leaves.values())
     interrupted.run(lambda: torch.autograd.grad(loss, wanted, retain_graph=True), 2, KeyboardInterrupt)
-    for name, gradient in zip(leaves, torch.autograd.grad(loss, wanted), strict=True):
-        torch.testing.assert_close(gradient, expected[name], rtol=1e-12, atol=1e-14, msg=name)
+    assert_close(torch.autograd.grad(loss, wanted), leaves, expected)
 
 
 # Checkpoints
@@ -324,18 +311,6 @@ def test_checkpoint(row: Row, kind: str) -> None:
         ours, runs = surrounded(row, batch, partial(checkpoint, use_reentrant=kind == "reentrant"))
     assert runs == 2
     assert_equal(ours, expected)
-
-
-@some_rows
-def test_checkpoint_whose_graph_is_retained(row: Row) -> None:
-    batch = row.sample(SMALL, seed=0)
-    leaves = leaves_of(batch)
-    expected, _ = surrounded(row, batch, lambda region, x: region(x))
-    loss = checkpoint(lambda x: row.ours({**batch, **leaves, "input": x.sin()}), leaves["input"], use_reentrant=False)
-    for _ in range(2):
-        grads = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True)
-        for name, gradient in zip(leaves, grads, strict=True):
-            torch.testing.assert_close(gradient, expected[name], rtol=1e-12, atol=1e-14, msg=name)
 
 
 @pytest.mark.ordinary_memory
@@ -387,50 +362,30 @@ def refill(x: Tensor) -> None:
 
 
 @by_path
-def test_refilled_tensors(row: Row, made_once: Batch) -> None:
-    """Gradients from the forward stay correct; reading a changed tensor in the backward raises, as in torch."""
-    original = row.sample(SMALL, seed=0)
+@pytest.mark.parametrize("ignored", [True, False], ids=["ignored", "full"])
+def test_refilled_tensors(row: Row, ignored: bool, made_once: Batch) -> None:
+    """Gradients from the forward stay correct; reading a changed tensor in the backward raises, as in torch.
+
+    Without ignored tokens, the step reads the caller's tensor rather than a selection of it.
+    """
+    original = row.sample(SMALL._replace(ignored=ignored), seed=0)
     expected = evaluate(row.ours, original)
-    raised = []
+    raised = set()
     for name in (*original, *made_once):
         made_once.clear()
         batch = {key: x.clone() for key, x in original.items()}
         leaves = leaves_of(batch)
         loss = row.ours({**batch, **leaves})
         refill({**batch, **leaves, **made_once}[name])
-        for turn in range(2):
-            try:
-                grads = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True)
-            except RuntimeError as error:
-                assert CHANGED in str(error)
-                assert not row.fused, f"{name}, backward {turn}: the backward of a fused loss reads nothing"
-                raised.append(name)
-                break
-            for key, gradient in zip(leaves, grads, strict=True):
-                torch.testing.assert_close(gradient, expected[key], rtol=1e-12, atol=1e-14, msg=f"{name}, {key}")
-    assert row.fused or {"weight", "input"} <= set(raised)
-
-
-@by_path
-def test_refilled_targets_without_ignored_tokens(row: Row) -> None:
-    """The step then reads the caller's tensor rather than a selection of it."""
-    batch = row.sample(SMALL._replace(ignored=False), seed=0)
-    expected = evaluate(row.ours, batch)
-    leaves = leaves_of(batch)
-    loss = row.ours({**batch, **leaves})
-    batch["target"].add_(10**6)
-    if not row.fused and not row.kept:
-        with pytest.raises(RuntimeError, match=CHANGED):
-            torch.autograd.grad(loss, list(leaves.values()))
-        return
-    for _ in range(2):
-        grads = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True)
-        for name, gradient in zip(leaves, grads, strict=True):
-            torch.testing.assert_close(gradient, expected[name], rtol=1e-12, atol=1e-14, msg=name)
-
-
-def _times(scale: Tensor, x: Tensor) -> Tensor:
-    return scale * x
+        try:
+            for grads in twice(loss, leaves):
+                assert_close(grads, leaves, expected, of=name)
+        except RuntimeError as error:
+            assert CHANGED in str(error)
+            assert not row.fused, f"{name}: the backward of a fused loss reads nothing"
+            raised.add(name)
+    read = {"weight", "input"} | (set() if ignored or row.kept else {"target"})
+    assert row.fused or read <= raised
 
 
 def _module(scale: Tensor) -> nn.Module:
@@ -439,16 +394,14 @@ def _module(scale: Tensor) -> nn.Module:
     return module
 
 
-# Ways for a loss to hold a tensor, and to multiply a number by it.
+# Ways for a loss to hold a tensor, to multiply a number by it, and to hold another one instead.
 HELD: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any, Tensor], Tensor]]] = {
     "attribute": (lambda scale: scale, torch.mul),
-    "list": (lambda scale: [scale], lambda held, x: held[0] * x),
     "nested": (lambda scale: {"scales": [(1, scale)]}, lambda held, x: held["scales"][0][1] * x),
-    "child": (_module, lambda held, x: held.scale * x),
     "module in a list": (lambda scale: [_module(scale)], lambda held, x: held[0].scale * x),
     "closure": (lambda scale: lambda x: scale * x, lambda held, x: held(x)),
     "default": (lambda scale: lambda x, scale=scale: scale * x, lambda held, x: held(x)),
-    "partial": (lambda scale: partial(_times, scale), lambda held, x: held(x)),
+    "partial": (lambda scale: partial(torch.mul, scale), lambda held, x: held(x)),
 }
 
 
@@ -457,10 +410,9 @@ class _Scaled(lc.LigerFusedLinearPreferenceBase):
 
     def __init__(self, kind: str, scale: Tensor) -> None:
         super().__init__()
-        self.held, self.times = None, torch.mul
         if kind == "buffer":
-            del self.held
             self.register_buffer("held", scale)
+            self.times = torch.mul
         else:
             hold, self.times = HELD[kind]
             self.held = hold(scale)
@@ -471,98 +423,39 @@ class _Scaled(lc.LigerFusedLinearPreferenceBase):
         return -(F.logsigmoid(self.times(self.held, chosen - rejected)) ** self.power)
 
 
-def twice(value: Tensor, leaves: Batch) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Return the gradients of two backward passes."""
-    first = torch.autograd.grad(value, list(leaves.values()), retain_graph=True)
-    return first, torch.autograd.grad(value, list(leaves.values()))
+def _refill(loss: _Scaled, scale: Tensor) -> None:
+    scale.fill_(2.0)
 
 
-@pytest.mark.parametrize("kind", ["buffer", *HELD])
-def test_a_tensor_of_the_loss_is_refilled(kind: str) -> None:
+def _replace(loss: _Scaled, scale: Tensor) -> None:
+    loss.held, loss.power = (HELD["attribute"][0](2 * scale) if torch.is_tensor(loss.held) else None), 3
+
+
+def _replace_within(loss: _Scaled, scale: Tensor) -> None:
+    if isinstance(loss.held, dict):
+        loss.held["scales"][0] = (1, 2 * scale)
+    else:
+        loss.held[0].scale = 2 * scale
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        *((kind, _refill) for kind in ("buffer", *HELD)),
+        *((kind, _replace) for kind in ("buffer", "attribute", "nested", "closure")),
+        *((kind, _replace_within) for kind in ("nested", "module in a list")),
+    ],
+)
+def test_what_a_loss_holds_changes_after_the_forward(kind: str, change: Callable[[_Scaled, Tensor], None]) -> None:
+    """Two backward passes use what the forward had, as in eager code with numbers."""
     batch = table.pairs(SMALL, seed=0, ref=None)
     expected = evaluate(lambda batch: _Scaled(kind, torch.tensor(0.5, dtype=torch.float64))(**batch)[0], batch)
-    leaves = leaves_of(batch)
-    scale = torch.tensor(0.5, dtype=torch.float64)
-    value, _ = _Scaled(kind, scale)(**{**batch, **leaves})
-    scale.fill_(2.0)
-    for grads in twice(value, leaves):
-        assert_equal({"loss": value.detach(), **dict(zip(leaves, grads, strict=True))}, expected)
-
-
-@pytest.mark.parametrize("kind", ["child", "module in a list"])
-def test_a_tensor_of_a_child_is_replaced(kind: str) -> None:
-    batch = table.pairs(SMALL, seed=0, ref=None)
-    loss = _Scaled(kind, torch.tensor(0.5, dtype=torch.float64))
-    expected = evaluate(lambda batch: loss(**batch)[0], batch)
-    leaves = leaves_of(batch)
+    leaves, scale = leaves_of(batch), torch.tensor(0.5, dtype=torch.float64)
+    loss = _Scaled(kind, scale)
     value, _ = loss(**{**batch, **leaves})
-    (loss.held if kind == "child" else loss.held[0]).scale = torch.tensor(2.0, dtype=torch.float64)
+    change(loss, scale)
     for grads in twice(value, leaves):
-        assert_equal({"loss": value.detach(), **dict(zip(leaves, grads, strict=True))}, expected)
-
-
-@pytest.mark.parametrize("kind", ["buffer", "attribute", "list", "nested", "closure"])
-@pytest.mark.parametrize("within", [False, True], ids=["attribute", "element"])
-def test_settings_that_change_after_the_forward(kind: str, within: bool) -> None:
-    """A second backward uses the settings of its forward, as eager code does with numbers."""
-    batch = table.pairs(SMALL, seed=0, ref=None)
-    leaves = leaves_of(batch)
-    loss = _Scaled(kind, torch.tensor(0.5, dtype=torch.float64))
-    value, _ = loss(**{**batch, **leaves})
-    other = torch.tensor(2.0, dtype=torch.float64)
-    if within and kind == "list":
-        loss.held[0] = other
-    elif within and kind == "nested":
-        loss.held["scales"][0] = (1, other)
-    else:
-        loss.held = HELD[kind][0](other) if kind in HELD else other
-    loss.power = 3
-    first = torch.autograd.grad(value, list(leaves.values()), retain_graph=True)
-    second = torch.autograd.grad(value, list(leaves.values()))
-    for before, after in zip(first, second, strict=True):
-        torch.testing.assert_close(after, before, rtol=1e-12, atol=1e-14)
-
-
-class _Remembers(_Scaled):
-    """A user's loss that keeps its last value, with its graph, and logs every step."""
-
-    def __init__(self, keep: Callable[[Tensor], Any]) -> None:
-        super().__init__("attribute", torch.tensor(0.5, dtype=torch.float64))
-        self.keep = keep
-        self.log: list[Tensor] = []
-        self.last: Any = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        value, metrics = super().__call__(*args, **kwargs)
-        self.last = self.keep(value)
-        self.log.append(value.detach())
-        return value, metrics
-
-
-@pytest.mark.ordinary_memory
-@pytest.mark.parametrize(
-    "keep",
-    [lambda x: x, lambda x: (x, 1), lambda x: [x], lambda x: {"loss": (x,)}],
-    ids=["itself", "tuple", "list", "dict"],
-)
-def test_a_loss_that_keeps_its_last_value_keeps_one_graph(keep: Callable[[Tensor], Any]) -> None:
-    batch = table.pairs(SMALL, seed=0, ref=None)
-    loss, graphs = _Remembers(keep), []
-    for _ in range(4):
-        body = nn.Identity()
-        graphs.append(weakref.ref(body))
-        hidden = batch["input"].clone().requires_grad_()
-        scaled = hidden * 1.0
-        scaled.register_hook(lambda gradient, body=body: body(gradient))
-        value, _ = loss(**{**batch, "input": scaled})
-        value.backward(retain_graph=True)
-        value.backward()
-        torch.testing.assert_close(
-            hidden.grad, 2 * torch.autograd.grad(loss(**{**batch, "input": hidden})[0], hidden)[0]
-        )
-        del body, hidden, scaled, value
-    gc.collect()
-    assert all(graph() is None for graph in graphs[:-1])
+        assert_close(grads, leaves, expected)
 
 
 # Tensors that were made in inference mode
@@ -590,10 +483,8 @@ def test_tensors_of_inference_mode(id: str, name: str) -> None:
         batch[name] = batch[name].clone()
     leaves = leaves_of(batch)
     loss = row.ours({**batch, **leaves})
-    for _ in range(2):
-        grads = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True)
-        for key, gradient in zip(leaves, grads, strict=True):
-            torch.testing.assert_close(gradient, expected[key], rtol=1e-12, atol=1e-14, msg=key)
+    for grads in twice(loss, leaves):
+        assert_close(grads, leaves, expected)
 
 
 def test_a_count_of_items_is_refilled() -> None:
@@ -602,9 +493,8 @@ def test_a_count_of_items_is_refilled() -> None:
     expected = evaluate(lambda batch: lc.LigerFusedLinearCrossEntropyLoss()(**batch, num_items=num_items), batch)
     loss = lc.LigerFusedLinearCrossEntropyLoss()(**{**batch, **leaves}, num_items=num_items)
     num_items.fill_(1.0)
-    for _ in range(2):
-        (gradient,) = torch.autograd.grad(loss, [leaves["weight"]], retain_graph=True)
-        torch.testing.assert_close(gradient, expected["weight"], rtol=1e-12, atol=1e-14)
+    for grads in twice(loss, leaves):
+        assert_close(grads, leaves, expected)
 
 
 def test_metrics_are_no_tensors_of_the_caller() -> None:
@@ -648,20 +538,6 @@ def test_second_derivatives(row: Row, decay: float) -> None:
 
 
 @some_rows
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
-def test_second_derivatives_by_backward(row: Row) -> None:
-    batch = row.sample(SMALL, seed=0)
-    leaves = leaves_of(batch)
-    loss = row.ours({**batch, **leaves})
-    loss.backward(create_graph=True)
-    penalty = sum(leaf.grad.square().sum() for leaf in leaves.values())
-    with pytest.raises(RuntimeError, match=REFUSED):
-        (loss + penalty).backward()
-    for leaf in leaves.values():
-        leaf.grad = None  # a cycle through the graph
-
-
-@some_rows
 def test_second_derivatives_by_the_body(row: Row) -> None:
     """The second derivative is with respect to a parameter that the hidden states depend on."""
     batch = row.sample(SMALL, seed=0)
@@ -670,41 +546,6 @@ def test_second_derivatives_by_the_body(row: Row) -> None:
     loss = row.ours({**batch, "weight": weight, "input": batch["input"] * scale})
     with pytest.raises(RuntimeError, match=REFUSED):
         again(loss, weight, [scale])
-
-
-@some_rows
-@pytest.mark.parametrize("around", [lambda: Hooks()(), nullcontext], ids=["hooks", "checkpoint"])
-def test_second_derivatives_of_saved_copies(row: Row, around: Callable[[], AbstractContextManager]) -> None:
-    batch = row.sample(SMALL, seed=0)
-    leaves = leaves_of(batch)
-    expected = evaluate(row.ours, batch)
-
-    def call(input: Tensor) -> Tensor:
-        return row.ours({**batch, **leaves, "input": input})
-
-    with around():
-        loss = (
-            checkpoint(call, leaves["input"], use_reentrant=False) if around is nullcontext else call(leaves["input"])
-        )
-    grads = torch.autograd.grad(loss, list(leaves.values()), create_graph=True)
-    for name, gradient in zip(leaves, grads, strict=True):
-        torch.testing.assert_close(gradient.detach(), expected[name], rtol=1e-12, atol=1e-14, msg=name)
-    for gradient in grads:
-        with pytest.raises(RuntimeError, match=REFUSED):
-            torch.autograd.grad(gradient.sum(), list(leaves.values()), allow_unused=True)
-
-
-@some_rows
-@pytest.mark.parametrize("function", ["hessian", "hvp", "vhp"])
-def test_functions_of_second_order(row: Row, function: str) -> None:
-    batch = row.sample(SMALL, seed=0)
-
-    def loss(weight: Tensor) -> Tensor:
-        return row.ours({**batch, "weight": weight})
-
-    vector = () if function == "hessian" else (torch.ones_like(batch["weight"]),)
-    with pytest.raises(RuntimeError, match=REFUSED):
-        getattr(torch.autograd.functional, function)(loss, batch["weight"], *vector)
 
 
 @some_rows
@@ -720,57 +561,36 @@ def test_batched_backward(row: Row) -> None:
 
 
 COPIES = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dumps(x))}
+# A loss of each kind, and its batches.
+LOSSES: dict[str, tuple[Any, Callable[[Sizes, int], Batch]]] = {
+    "ce": (lc.LigerFusedLinearCrossEntropyLoss(ce_weight=torch.linspace(0.2, 2, SMALL.vocab)), tokens),
+    "dpo": (lc.LigerFusedLinearDPOLoss(logits_budget=SEVERAL_CHUNKS), table.pairs),
+    "grpo": (lc.LigerFusedLinearGRPOLoss(entropy_coef=0.1, logits_budget=SEVERAL_CHUNKS), table.rollouts),
+    "jsd": (lc.LigerFusedLinearJSDLoss(), table.students),
+}
+every_loss = pytest.mark.parametrize(("loss", "sample"), LOSSES.values(), ids=LOSSES)
 
 
-@pytest.fixture
-def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[FusedLoss], FusedLoss]], list[FusedLoss]]]:
-    """Return a function that makes every call use a copy of the loss, and returns the list of called losses."""
-    called: list[FusedLoss] = []
-
-    def replace(other: Callable[[FusedLoss], FusedLoss]) -> list[FusedLoss]:
-        def call(self: FusedLoss, *args: Any, **kwargs: Any) -> Any:
-            called.append(self)
-            return nn.Module.__call__(other(self), *args, **kwargs)
-
-        monkeypatch.setattr(FusedLoss, "__call__", call)
-        return called
-
-    yield replace
+def value_of(loss: Any, batch: Batch) -> Tensor:
+    returned = loss(**batch)
+    return returned[0] if isinstance(returned, tuple) else returned
 
 
-@pytest.mark.sampled
-@by_path
+@every_loss
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
-def test_copies(row: Row, copied: Callable[[Any], Any], modules: Callable[..., list[FusedLoss]]) -> None:
-    batch = row.sample(SMALL, seed=0)
-    expected = evaluate(row.ours, batch)
-    called = modules(copied)
-    assert_equal(evaluate(row.ours, batch), expected)
-    assert bool(called) == (not row.id.startswith("stats"))
-
-
-@some_rows
-def test_a_batch_may_be_copied(row: Row) -> None:
-    """A loss with its graph cannot be copied, like any result of autograd; a detached one can."""
-    batch = row.sample(SMALL, seed=0)
-    leaves = leaves_of(batch)
-    loss = row.ours({**batch, **leaves})
-    with pytest.raises(RuntimeError, match="deepcopy"):
-        copy.deepcopy(loss)
-    assert torch.equal(copy.deepcopy(loss.detach()), loss)
+def test_copies(loss: Any, sample: Callable[[Sizes, int], Batch], copied: Callable[[Any], Any]) -> None:
+    batch = sample(SMALL, 0)
+    assert_equal(evaluate(partial(value_of, copied(loss)), batch), evaluate(partial(value_of, loss), batch))
 
 
 # Threads
 
 
-@by_path
-def test_threads(row: Row, modules: Callable[..., list[FusedLoss]]) -> None:
+@every_loss
+def test_threads(loss: Any, sample: Callable[[Sizes, int], Batch]) -> None:
     """One loss in several threads at once, with different batches; one of them runs under hooks."""
-    batches = [row.sample(SMALL, seed) for seed in range(3)]
-    expected = [evaluate(row.ours, batch) for batch in batches]
-    shared: dict[type, FusedLoss] = {}
-    modules(lambda loss: shared.setdefault(type(loss), loss))
-    row.ours(batches[0])  # creates the shared loss
+    batches = [sample(SMALL, seed) for seed in range(3)]
+    expected = [evaluate(partial(value_of, loss), batch) for batch in batches]
     start = threading.Barrier(len(batches))
     results: dict[int, Any] = {}
 
@@ -778,7 +598,7 @@ def test_threads(row: Row, modules: Callable[..., list[FusedLoss]]) -> None:
         try:
             start.wait()
             with Hooks()() if i == 0 else nullcontext():
-                results[i] = [evaluate(row.ours, batches[i]) for _ in range(2)]
+                results[i] = [evaluate(partial(value_of, loss), batches[i]) for _ in range(2)]
         except BaseException as error:
             results[i] = error
 

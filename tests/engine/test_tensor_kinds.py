@@ -21,9 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._pytree import tree_map
 
 import liger_chunked as lc
@@ -44,11 +42,15 @@ class Call:
     def __repr__(self) -> str:
         return self.id
 
-    def run(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the first output and the gradients."""
+    def output(self, **batch: Any) -> Tensor:
         output = self.function(**batch)
         while not isinstance(output, Tensor):
             output = output[0]
+        return output
+
+    def run(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the first output and the gradients."""
+        output = self.output(**batch)
         found = {"output": output.detach()}
         wanted = [name for name in self.differentiable if batch[name].requires_grad]
         gradients = torch.autograd.grad(output.sum(), [batch[name] for name in wanted]) if wanted else ()
@@ -93,6 +95,7 @@ def two_vocabularies() -> Batch:
     return {name: x for name, x in batch.items() if name != "target"} | sides
 
 
+# One loss for each set of arguments.
 LOSSES = [
     Call("linear_token_stats", lc.linear_token_stats, lambda: tokens(SMALL, 0)),
     Call(
@@ -100,12 +103,9 @@ LOSSES = [
         lc.LigerFusedLinearCrossEntropyLoss(),
         lambda: with_sides(tokens(SMALL, 0), token_weights=per_token, num_items=count),
     ),
-    Call("cross_entropy-none", lc.LigerFusedLinearCrossEntropyLoss(reduction="none"), lambda: tokens(SMALL, 0)),
     Call("dpo", lc.LigerFusedLinearDPOLoss(), lambda: pairs(SMALL, 0)),
     Call("dpo-logps", lc.LigerFusedLinearDPOLoss(), lambda: pairs(SMALL, 0, ref="tokens")),
     Call("orpo", lc.LigerFusedLinearORPOLoss(), lambda: with_sides(pairs(SMALL, 0, ref=None), nll_target=ragged)),
-    Call("cpo", lc.LigerFusedLinearCPOLoss(), lambda: pairs(SMALL, 0, ref=None)),
-    Call("simpo", lc.LigerFusedLinearSimPOLoss(), lambda: pairs(SMALL, 0, ref=None)),
     Call(
         "kto",
         lc.LigerFusedLinearKTOLoss(),
@@ -134,9 +134,6 @@ LOSSES = [
     Call("draft", lc.LigerFusedLinearDraftLoss(), lambda: drafts(SMALL, 0, steps=2)),
     Call("kl", lc.LigerFusedLinearKLDivLoss(), lambda: students(SMALL, 0)),
     Call("kl-top_k", lc.LigerFusedLinearKLDivLoss(), top_k),
-    Call("jsd", lc.LigerFusedLinearJSDLoss(), lambda: students(SMALL, 0)),
-    Call("tvd", lc.LigerFusedLinearTVDLoss(), lambda: students(SMALL, 0)),
-    Call("cosine", lc.LigerFusedLinearCosineSimilarityLoss(), lambda: students(SMALL, 0)),
 ]
 
 
@@ -166,17 +163,6 @@ def halves() -> Batch:
     return {"gate": normal(2, 6), "up": normal(2, 6)}
 
 
-class Normed(nn.Module):
-    """A module of this library whose parameters are arguments of the call."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module.double()
-
-    def forward(self, x: Tensor, **parameters: Tensor) -> Any:
-        return torch.func.functional_call(self.module, parameters, (x,))
-
-
 BASE = [
     Call(
         "liger_rms_norm",
@@ -196,19 +182,6 @@ BASE = [
     Call("liger_geglu", lc.liger_geglu, halves, ("gate", "up")),
     Call("liger_relu_squared", lc.liger_relu_squared, lambda: {"x": normal(2, 3, 8)}, ("x",)),
     Call("liger_cross_entropy", lc.liger_cross_entropy, logits, ("logits",)),
-    Call(
-        "LigerRMSNorm",
-        Normed(lc.LigerRMSNorm(8)),
-        lambda: {"x": normal(2, 3, 8), "weight": normal(8)},
-        ("x", "weight"),
-    ),
-    Call("LigerLayerNorm", Normed(lc.LigerLayerNorm(8)), norm, ("x", "weight", "bias")),
-    Call(
-        "LigerCrossEntropyLoss",
-        lc.LigerCrossEntropyLoss(),
-        lambda: {name: x for name, x in logits().items() if name != "weight"},
-        ("logits",),
-    ),
 ]
 
 CALLS = LOSSES + BASE
@@ -219,11 +192,8 @@ every_argument = pytest.mark.parametrize(("call", "argument"), ARGUMENTS)
 
 
 def test_no_public_function_is_missing() -> None:
-    """Gated MLP modules are not listed: they call linear layers first, which torch checks."""
     functions = {name for name in kernels.__all__ if name.startswith("liger_")}
-    modules = {name for name in lc.__all__ if re.match(r"Liger\w*(Norm|Loss|JSD|Logits)$", name)}
-    called = {call.id for call in BASE} | {type(call.function).__name__ for call in LOSSES}
-    assert not (functions | modules) - called, "add a Call to BASE"
+    assert not functions - {call.id for call in BASE}, "add a Call to BASE"
 
 
 # Kinds that are served
@@ -281,9 +251,7 @@ def test_served_as_a_plain_tensor(call: Call, argument: str, kind: str) -> None:
     batch = call.batch()
     found, leaf = {}, batch[argument]
     given = replaced(batch, argument, SERVED[kind])
-    output = call.function(**given)
-    while not isinstance(output, Tensor):
-        output = output[0]
+    output = call.output(**given)
     assert type(output) is Tensor
     found["output"] = output.detach()
     if leaf.requires_grad and kind != "buffer":  # a buffer is a new tensor
@@ -299,10 +267,7 @@ def test_served_as_a_plain_tensor(call: Call, argument: str, kind: str) -> None:
 def test_the_gradient_of_a_parameter_of_another_class(call: Call, argument: str) -> None:
     batch = call.batch()
     parameter = TaggedParameter(batch[argument].detach().clone())
-    output = call.function(**{**batch, argument: parameter})
-    while not isinstance(output, Tensor):
-        output = output[0]
-    output.sum().backward()
+    call.output(**{**batch, argument: parameter}).sum().backward()
     assert torch.equal(parameter.grad, call.run(batch)[argument])
 
 
@@ -317,9 +282,7 @@ def test_leaves_of_another_class_are_not_written_over() -> None:
 @pytest.mark.parametrize("call", [call for call in CALLS if call.differentiable], ids=repr)
 def test_an_asynchronous_upstream_gradient_is_waited_for(call: Call) -> None:
     batch = call.batch()
-    output = call.function(**batch)
-    while not isinstance(output, Tensor):
-        output = output[0]
+    output = call.output(**batch)
     wanted = [batch[name] for name in call.differentiable]
     upstream = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view(output.shape)
     expected = torch.autograd.grad(output, wanted, upstream, retain_graph=True)
@@ -445,76 +408,33 @@ def test_the_meta_device(call: Call) -> None:
         with pytest.raises(ValueError, match=r"^input and weight are on the meta device and have no values: pass real"):
             call.function(**batch)
         return
-    output = call.function(**batch)
-    output = output if isinstance(output, Tensor) else output[0]
+    output = call.output(**batch)
     assert output.is_meta and output.shape == call.run(call.batch())["output"].shape
 
 
 def test_class_weights_of_other_kinds() -> None:
     """Class weights go to the constructor, and may be replaced later."""
     batch, weights = tokens(SMALL, 0), normal(SMALL.vocab).abs()
-    expected = lc.LigerFusedLinearCrossEntropyLoss(ce_weight=weights)(**batch)
     loss = lc.LigerFusedLinearCrossEntropyLoss(ce_weight=weights.as_subclass(Tag))
-    assert torch.equal(loss(**batch), expected)
-    with pytest.raises(TypeError, match=r"^ce_weight must be a plain dense torch.Tensor, got .* a DTensor"):
-        lc.LigerFusedLinearCrossEntropyLoss(ce_weight=distributed(weights, Replicate()))
+    assert torch.equal(loss(**batch), lc.LigerFusedLinearCrossEntropyLoss(ce_weight=weights)(**batch))
     loss.ce_weight = distributed(weights, Replicate())
-    with pytest.raises(TypeError, match=r"^ce_weight must be a plain dense torch.Tensor, got .* a DTensor"):
-        loss(**batch)
-    base = lc.LigerCrossEntropyLoss(distributed(weights, Replicate()))
-    with pytest.raises(TypeError, match=r"^weight must be a plain dense torch.Tensor, got .* a DTensor"):
-        base(normal(5, SMALL.vocab), torch.arange(5))
+    refused = "must be a plain dense torch.Tensor, got .* a DTensor"
+    for call in (
+        lambda: lc.LigerFusedLinearCrossEntropyLoss(ce_weight=distributed(weights, Replicate())),
+        lambda: loss(**batch),
+        lambda: lc.LigerCrossEntropyLoss(distributed(weights, Replicate()))(normal(5, 23), torch.arange(5)),
+    ):
+        with pytest.raises(TypeError, match=f"^(ce_)?weight {refused}"):
+            call()
 
 
 @pytest.mark.parametrize("call", [call for call in CALLS if call.differentiable], ids=repr)
 def test_upstream_gradients_of_other_kinds_are_refused(call: Call) -> None:
     batch = call.batch()
-    output = call.function(**batch)
-    while not isinstance(output, Tensor):
-        output = output[0]
+    output = call.output(**batch)
     wanted = [batch[name] for name in call.differentiable]
     with pytest.raises(TypeError, match=r"an upstream gradient must be a plain dense torch.Tensor, got .* a Pair, "):
         torch.autograd.grad(output, wanted, Pair(torch.ones_like(output), torch.ones_like(output)))
-
-
-# Modules in parallel models
-
-
-def in_a_model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 8), lc.LigerRMSNorm(8))
-
-
-def step(model: nn.Module) -> list[Tensor]:
-    """Return the output and the full gradients."""
-    output = model(normal(2, 3, 8).float())
-    output.square().sum().backward()
-    gradients = [p.grad for p in model.parameters()]
-    return [output.detach(), *(g.full_tensor() if isinstance(g, DTensor) else g for g in gradients)]
-
-
-PARALLEL: dict[str, Callable[[nn.Sequential], nn.Module]] = {
-    "fsdp2": lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (1,))),
-    "after-rowwise": lambda model: parallelize_module(
-        model, init_device_mesh("cpu", (1,)), {"0": RowwiseParallel(input_layouts=Replicate())}
-    ),
-    "after-colwise": lambda model: parallelize_module(
-        model, init_device_mesh("cpu", (1,)), {"0": ColwiseParallel(output_layouts=Replicate())}
-    ),
-}
-
-
-@pytest.mark.parametrize("way", PARALLEL)
-def test_a_base_kernel_in_a_parallel_model(way: str) -> None:
-    """Hooks of FSDP2 and tensor parallelism pass whole plain tensors, or one to wait for."""
-    found, expected = step(PARALLEL[way](in_a_model())), step(in_a_model())
-    assert all(torch.equal(*both) for both in zip(found, expected, strict=True))
-
-
-def test_a_base_kernel_of_a_sequence_parallel_style_is_refused() -> None:
-    norm = parallelize_module(lc.LigerRMSNorm(8), init_device_mesh("cpu", (1,)), SequenceParallel())
-    with pytest.raises(TypeError, match=r"^x must be a plain dense torch.Tensor, got \(2, 3, 8\) .* a DTensor"):
-        norm(normal(2, 3, 8).float())
 
 
 # Transforms
@@ -540,10 +460,7 @@ def test_transforms_of_torch_func_are_refused(call: Call, transform: str, grad: 
     name = call.differentiable[0]
 
     def loss(x: Tensor) -> Tensor:
-        output = call.function(**{**batch, name: x})
-        while not isinstance(output, Tensor):
-            output = output[0]
-        return output.sum()
+        return call.output(**{**batch, name: x}).sum()
 
     advice = "is under a transform of torch.func .* differentiate with backward"
     with torch.set_grad_enabled(grad), pytest.raises(NotImplementedError, match=advice):
@@ -561,28 +478,6 @@ def test_forward_mode_is_refused(call: Call, grad: bool) -> None:
         batch[name] = forward_ad.make_dual(batch[name], torch.ones_like(batch[name]))
         with pytest.raises(NotImplementedError, match=f"^{name} has a tangent of torch.autograd.forward_ad"):
             call.function(**batch)
-
-
-def test_functional_call_is_served() -> None:
-    """It only gives a module other parameters. A transform around it raises."""
-    head, batch = nn.Linear(SMALL.hidden, SMALL.vocab, bias=False).double(), tokens(SMALL, 0, bias=False)
-    loss = lc.LigerFusedLinearCrossEntropyLoss()
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = head
-
-        def forward(self) -> Tensor:
-            return loss(self.head.weight, batch["input"], batch["target"])
-
-    def of(weight: Tensor) -> Tensor:
-        return torch.func.functional_call(Model(), {"head.weight": weight}, ())
-
-    weight = batch["weight"].requires_grad_()
-    assert torch.equal(of(weight), loss(**batch))
-    with pytest.raises(NotImplementedError, match=r"under a transform of torch.func"):
-        torch.func.grad(of)(weight.detach())
 
 
 def test_a_torch_without_the_private_question(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -604,50 +499,32 @@ class Speaking(Tensor):
         raise AssertionError("a message prints the values of a tensor")
 
 
-def settings() -> dict[str, Callable[[Any], Any]]:
-    x, w = normal(2, 4), normal(4)
-    batch = tokens(SMALL, 0)
-    step = {"weight": batch["weight"], "input": batch["input"], "target": batch["target"]}
-    return {
-        "temperature": lambda value: lc.LigerFusedLinearDPOLoss(temperature=value),
-        "softcap": lambda value: lc.linear_token_stats(**step, softcap=value),
-        "logits_budget": lambda value: lc.LigerFusedLinearKTOLoss(logits_budget=value),
-        "beta-of-dpo": lambda value: lc.LigerFusedLinearDPOLoss(beta=value),
-        "loss_type": lambda value: lc.LigerFusedLinearKTOLoss(loss_type=value),
-        "reduction": lambda value: lc.LigerFusedLinearCrossEntropyLoss(reduction=value),
-        "surrogate": lambda value: lc.LigerFusedLinearGRPOLoss(surrogate=value),
-        "delta": lambda value: lc.LigerFusedLinearGRPOLoss(delta=value),
-        "outputs": lambda value: lc.linear_token_stats(**step, outputs=(value,)),
-        "num_items": lambda value: lc.LigerFusedLinearCrossEntropyLoss()(**step, num_items=value),
-        "target": lambda value: lc.LigerFusedLinearCrossEntropyLoss()(**{**step, "target": value}),
-        "beta-of-jsd": lambda value: lc.LigerFusedLinearJSDLoss(beta=value),
-        "casting": lambda value: lc.liger_rms_norm(x, w, casting=value),
-        "approximate": lambda value: lc.liger_geglu(x, x, value),
-        "unsqueeze_dim": lambda value: lc.liger_rotary_pos_emb(*heads().values(), unsqueeze_dim=value),
-        "label_smoothing": lambda value: lc.liger_cross_entropy(x, torch.arange(2), label_smoothing=value),
-        "weight": lambda value: lc.liger_rms_norm(x, value),
-        "vocab_size": lambda value: lc.estimate_memory(
-            lc.linear_token_stats, vocab_size=value, hidden_size=8, shape=(2, 4)
-        ),
-    }
+def setting(name: str, value: Any) -> Any:
+    step = {name: x for name, x in tokens(SMALL, 0).items() if name != "bias"}
+    if name == "temperature":
+        return lc.LigerFusedLinearDPOLoss(temperature=value)
+    if name == "loss_type":
+        return lc.LigerFusedLinearKTOLoss(loss_type=value)
+    if name == "weight":
+        return lc.liger_rms_norm(normal(2, 4), value)
+    if name == "vocab_size":
+        return lc.estimate_memory(lc.linear_token_stats, vocab_size=value, hidden_size=8, shape=(2, 4))
+    return lc.LigerFusedLinearCrossEntropyLoss()(**{**step, name: value})
 
 
 VALUES: dict[str, tuple[Callable[[], Any], str]] = {
     "tensor": (lambda: torch.full((3, 2), 0.123).as_subclass(Speaking), r"\(3, 2\) float32 on cpu|\(3, 2\)"),
     "array": (lambda: torch.full((3, 2), 0.123).numpy(), r"ndarray"),
-    "list": (lambda: [0.123] * 50, "list"),
     "module": (lambda: nn.Linear(3, 123), "Linear"),
 }
 
 
 @pytest.mark.parametrize("value", VALUES)
-@pytest.mark.parametrize("setting", settings())
-def test_messages_say_what_came_without_its_values(setting: str, value: str) -> None:
+@pytest.mark.parametrize("name", ["temperature", "loss_type", "weight", "vocab_size", "num_items", "target"])
+def test_messages_say_what_came_without_its_values(name: str, value: str) -> None:
     make, expected = VALUES[value]
-    if (setting, value) in (("loss_type", "list"), ("reduction", "array"), ("outputs", "array")):
-        pytest.skip("Python or NumPy refuses the comparison with a name")
     with pytest.raises((TypeError, ValueError)) as raised:
-        settings()[setting](make())
+        setting(name, make())
     message = str(raised.value)
     assert re.search(expected, message), message
     assert "123" not in message, message

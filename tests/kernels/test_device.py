@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,16 +12,6 @@ from liger_chunked import device
 from liger_chunked.kernels import backend, tuning
 from liger_chunked.kernels.tuning.generic import GENERIC
 from liger_chunked.kernels.tuning.hopper import HOPPER
-
-PACKAGE = Path(device.__file__).parent
-# What uses an accelerator by its name, and not text such as a docstring's `torch.cuda.set_device`.
-NAMED = re.compile(
-    r"(?<!`)torch\.(cuda|xpu|npu|version|accelerator|backends)\b|\.is_(cuda|xpu|npu)\b|\"(cuda|xpu|npu)\""
-)
-# They print what a GPU is called, or measure on it.
-PRINT = {"cli/app.py", "cli/bench.py", "cli/check.py"}
-# The accelerator that this machine has, if any, for an estimate: no name.
-ASKS = {"memory.py", *PRINT}
 
 FAKE = """
 import sys
@@ -93,21 +81,6 @@ assert log == [f"{other} waits for current", f"enter {other}", f"leave {other}",
 def test_another_accelerator_is_asked_by_its_own_module(name: str, count: str, fresh_process: Any) -> None:
     """Streams, the current device, properties and captures come from a fake `torch.xpu` or `torch.npu`."""
     fresh_process.run(FAKE, name, count)
-
-
-def named_in(file: Path) -> list[str]:
-    code = re.sub(r'"""[\s\S]*?"""', "", file.read_text())
-    return [line.strip() for line in code.splitlines() if NAMED.search(line)]
-
-
-def test_no_other_file_names_an_accelerator() -> None:
-    found = {str(file.relative_to(PACKAGE)): named_in(file) for file in PACKAGE.rglob("*.py")}
-    assert found.pop("device.py")
-    others = {name: lines for name, lines in found.items() if lines and name not in ASKS}
-    assert not others
-    # No name, but torch's own question for any accelerator.
-    lines = [line for name in ASKS - PRINT for line in found[name]]
-    assert all("torch.accelerator." in line or "a device such as" in line for line in lines), lines
 
 
 def test_a_cpu_has_no_accelerator() -> None:

@@ -197,15 +197,6 @@ def test_jsd_near_its_ends_keeps_its_precision(beta, device):
         assert relative_error(near[name], exact[name]) < 1e-5, name
 
 
-def test_jsd_at_a_half_is_symmetric_and_bounded():
-    z, t = 50 * torch.randn(2, 5, 100, generator=torch.Generator().manual_seed(0))
-    there, _ = by_kernels(LOSSES["jsd"], z, t)
-    back, _ = by_kernels(LOSSES["jsd"], t, z)
-    # Equal on a CPU; compilers may reorder the two terms of each sum.
-    assert torch.allclose(there, back, rtol=1e-6)
-    assert (there >= 0).all() and (there <= math.log(2) * (1 + 1e-6)).all()
-
-
 @pytest.mark.sampled(interpreted=True)
 @pytest.mark.triton
 @pytest.mark.parametrize("temperature", [1.0, 0.3])

@@ -141,31 +141,6 @@ def test_a_token_that_does_not_count_has_no_gradient(device: str) -> None:
 
 
 @pytest.mark.triton
-def test_ranks_add_up(device: str) -> None:
-    """Each rank has some rows: logits and dX of the ranks sum to the whole, and each dW is a part of it."""
-    ids = lists()
-    generator = torch.Generator().manual_seed(3)
-    x, weight = torch.randn(N, H, generator=generator).to(device), torch.randn(V, H, generator=generator).to(device)
-    whole = entries_of(ids, device)
-    z = kept.kept_logits(x, weight, None, whole)
-    dz = torch.randn(z.shape, generator=generator).to(device)
-    dx, dw = torch.empty_like(x), torch.zeros_like(weight)
-    kept.kept_input_grad(dz, weight, whole, dx)
-    add_rows_(dw, x, sorted_by_id(whole, dz))
-    sums, sums_dx = torch.zeros_like(z), torch.zeros_like(x)
-    for start, stop in ((0, 11), (11, 30), (30, V), (V, V)):
-        part, own = entries_of(ids, device, start), weight[start:stop]
-        sums += kept.kept_logits(x, own, None, part)
-        dx_part, dw_part = torch.empty_like(x), torch.zeros_like(own)
-        kept.kept_input_grad(dz, own, part, dx_part)
-        add_rows_(dw_part, x, sorted_by_id(part, dz))
-        sums_dx += dx_part
-        assert torch.equal(dw_part, dw[start:stop])
-    assert torch.equal(sums, z)  # the other ranks add zeros
-    torch.testing.assert_close(sums_dx, dx, rtol=2e-6, atol=1e-5)
-
-
-@pytest.mark.triton
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_an_ignored_token_is_not_read(dtype: torch.dtype, device: str) -> None:
     """Its entries have an id of -1, and no gradient. Row 0, in whose place they stand, is not read for them."""

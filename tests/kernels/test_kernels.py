@@ -118,14 +118,6 @@ def test_statistics_with_class_weights(device, path):
         assert_stats_close(ours, formulas(logits, target, LogitOptions(), class_weight))
 
 
-@pytest.mark.parametrize("name", OUTPUTS)
-def test_one_statistic_alone(name, device):
-    logits, target = sample(3, 129, device=device)
-    for ours in of_rows(logits, target, outputs=(name,)):
-        assert [field for field in OUTPUTS if getattr(ours, field) is not None] == [name]
-        assert_stats_close(ours, formulas(logits, target, LogitOptions()))
-
-
 def gradient_of(
     logits: Tensor,
     target: Tensor,
@@ -368,46 +360,25 @@ def test_rows_of_a_wider_buffer(device, path):
     assert torch.equal(wide[:, 129:], before[:, 129:])
 
 
-def test_no_rows(device):
-    logits, target = torch.empty(0, 17, device=device), torch.empty(0, dtype=torch.int64, device=device)
-    for stats in of_rows(logits, target):
-        assert all(field.shape == (0,) for field in stats if field is not None)
-
-
-def assert_scaled(x: Tensor, expected: Tensor) -> None:
-    if INTERPRETED:
-        torch.testing.assert_close(x, expected, rtol=torch.finfo(x.dtype).eps, atol=0)
-    else:
-        assert torch.equal(x, expected)
-
-
-@pytest.mark.parametrize("scalar", [1.0, 0.5, -3.0, 0.0])
-@pytest.mark.parametrize("shape", [(1,), (3, 129), (4097,), (4096 * 3 + 5,)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_scale(dtype, shape, scalar, device):
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
-    expected = (x.float() * scalar).to(dtype)
-    scale_([x], torch.tensor(scalar, device=device))
-    assert_scaled(x, expected)
-
-
-@pytest.mark.parametrize("last", [((0,), torch.float32), ((5,), torch.float64)], ids=["empty", "fp64"])
-@pytest.mark.parametrize("n_tensors", [0, 2, 3, 5])
-def test_scale_several(n_tensors, last, device):
-    """Any dtypes and sizes; the first tensor is not the largest."""
+@pytest.mark.parametrize("scalar", [1.0, -3.0, 0.0])
+@pytest.mark.parametrize("n_tensors", [0, 1, 2, 4, 6])
+def test_scale(n_tensors, scalar, device):
+    """Any dtypes and sizes; the first tensor is not the largest, one is empty."""
     generator = torch.Generator().manual_seed(0)
     kinds = [
         ((129,), torch.bfloat16),
-        ((3, 4097), torch.float32),
-        last,
+        ((4096 * 3 + 5,), torch.float32),
+        ((0,), torch.float32),
+        ((5,), torch.float64),
         ((7,), torch.float32),
         ((64, 3), torch.float16),
     ]
     tensors = [torch.randn(shape, generator=generator).to(device, dtype) for shape, dtype in kinds[:n_tensors]]
-    expected = [(x.double() * -3.0).to(x.dtype) for x in tensors]
-    scale_(tensors, torch.tensor(-3.0, device=device))
+    expected = [(x.double() * scalar).to(x.dtype) for x in tensors]
+    scale_(tensors, torch.tensor(scalar, device=device))
     for x, y in zip(tensors, expected, strict=True):
-        assert_scaled(x, y)
+        # Triton's interpreter truncates.
+        torch.testing.assert_close(x, y, rtol=torch.finfo(x.dtype).eps if INTERPRETED else 0, atol=0)
 
 
 def surveyed_target(shape: tuple[int, int], ignore_index: int, device: str) -> torch.Tensor:

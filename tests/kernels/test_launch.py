@@ -88,18 +88,40 @@ X, Y = torch.zeros(32), torch.zeros(32)
 CALL = {"grid": (4, 1, 1), "tensors": (X, None, Y), "numbers": (32, 1e-6, True, 128), "num_warps": 4}
 
 
-def test_equal_launches_are_remembered(kernel: launch.Kernel) -> None:
-    kernel(**CALL)
-    kernel(**CALL)
-    kernel(**{**CALL, "tensors": (Y, None, X.clone())})
-    assert kernel.kernel.launched == ["jitted", "compiled", "compiled"]
+MOVED = (Y, None, X.clone())
 
 
-def test_a_remembered_launch_gets_addresses(kernel: launch.Kernel) -> None:
-    kernel(**CALL)
-    assert kernel.kernel.received == (4, 1, 1, X, None, Y, *CALL["numbers"])
-    kernel(**{**CALL, "grid": (5, 2, 1)})
-    assert kernel.kernel.received == (5, 2, 1, X.data_ptr(), None, Y.data_ptr(), *CALL["numbers"])
+def on(device: int) -> tuple[Any, ...]:
+    return OnDevice(device), None, OnDevice(device)
+
+
+@pytest.mark.parametrize(
+    ("first", "change", "remembered"),
+    [
+        ({}, {}, True),
+        ({}, {"grid": (5, 2, 1), "tensors": MOVED}, True),
+        ({}, {"numbers": (31, 1e-6, True, 128)}, False),
+        ({}, {"numbers": (32, 1e-6, False, 128)}, False),
+        ({}, {"num_warps": 8}, False),
+        ({}, {"tensors": (X, Y, None)}, False),
+        ({}, {"tensors": (X, None, Y.half())}, False),
+        ({}, {"tensors": (X, None, Y[1:])}, False),
+        ({"tensors": on(0)}, {"tensors": on(1)}, False),
+        ({"tensors": on(1)}, {"tensors": on(1)}, True),
+    ],
+)
+def test_equal_launches_are_remembered(
+    kernel: launch.Kernel, first: dict[str, Any], change: dict[str, Any], remembered: bool
+) -> None:
+    """A remembered launch gets addresses."""
+    kernel(**CALL | first)
+    assert kernel.kernel.received == (4, 1, 1, *(CALL | first)["tensors"], *CALL["numbers"])
+    call = CALL | first | change
+    kernel(**call)
+    assert kernel.kernel.launched == ["jitted", "compiled" if remembered else "jitted"]
+    if remembered:
+        addresses = [None if x is None else x.data_ptr() for x in call["tensors"]]
+        assert kernel.kernel.received == (*call["grid"], *addresses, *call["numbers"])
 
 
 class Descriptor(NamedTuple):
@@ -129,35 +151,6 @@ def test_launches_with_descriptors(kernel, block, dtype, num_stages, remembered)
     assert kernel.kernel.received == (5, 1, 1, second, Y.data_ptr() if remembered else Y, 32, None)
 
 
-def test_hooks_see_every_launch(kernel: launch.Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launch goes through Triton if there are hooks (a profiler's, for example), because Triton calls them."""
-    kernel(**CALL)
-    nothing, something = SimpleNamespace(calls=[]), SimpleNamespace(calls=[print])
-    for enter, leave in ((something, nothing), (nothing, something), (nothing, nothing)):
-        hooks = SimpleNamespace(launch_enter_hook=enter, launch_exit_hook=leave, debug=False)
-        monkeypatch.setattr(private, "_triton_settings", hooks)
-        kernel(**CALL)
-    assert kernel.kernel.launched == ["jitted", "jitted", "jitted", "compiled"]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"numbers": (31, 1e-6, True, 128)},
-        {"numbers": (32, 1e-6, False, 128)},
-        {"num_warps": 8},
-        {"tensors": (X, Y, None)},
-        {"tensors": (X, None, Y.half())},
-        {"tensors": (X, None, Y[1:])},
-    ],
-    ids=lambda change: "-".join(change),
-)
-def test_other_launches_are_not(kernel: launch.Kernel, change: dict[str, Any]) -> None:
-    kernel(**CALL)
-    kernel(**{**CALL, **change})
-    assert kernel.kernel.launched == ["jitted", "jitted"]
-
-
 @pytest.mark.parametrize(("n_tokens", "remembered"), [(33, True), (1, True), (1 << 31, False)])
 def test_other_numbers_of_tokens_are(kernel: launch.Kernel, n_tokens: int, remembered: bool) -> None:
     """Triton compiles one variant for all numbers of 32 bits."""
@@ -168,12 +161,6 @@ def test_other_numbers_of_tokens_are(kernel: launch.Kernel, n_tokens: int, remem
     assert kernel.kernel.received == (4, 1, 1, X.data_ptr() if remembered else X, 32, n_tokens, 128)
     kernel((4, 1, 1), (X,), (33, n_tokens, 128), 4)
     assert kernel.kernel.launched[-1] == "jitted"
-
-
-def test_other_devices_are_not(kernel: launch.Kernel) -> None:
-    for device in (0, 1, 1):
-        kernel(**{**CALL, "tensors": (OnDevice(device), None, OnDevice(device))})
-    assert kernel.kernel.launched == ["jitted", "jitted", "compiled"]
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -229,13 +216,10 @@ def test_products_refuse_to_round_sums(permission: str) -> None:
     assert is_given(permission)
     with gemms(CPU, torch.float32):
         assert is_given(permission)
-
-
-def test_a_permission_that_is_not_given_stays_so(permission: str) -> None:
     setattr(torch.backends.cuda.matmul, permission, False)
-    with gemms(CPU, PERMISSIONS[permission]):
+    with gemms(CPU, dtype):
         assert not is_given(permission)
-    assert not is_given(permission)
+    assert not is_given(permission)  # it was not given before either
 
 
 def test_settings_of_float32_are_the_users() -> None:
@@ -246,28 +230,6 @@ def test_settings_of_float32_are_the_users() -> None:
             assert torch.get_float32_matmul_precision() == precision
         assert torch.get_float32_matmul_precision() == precision
     torch.set_float32_matmul_precision(before)
-
-
-def test_steps_on_two_threads_overlap(permission: str) -> None:
-    """Both enter, then the first one leaves; the second still runs without the permission."""
-    dtype, leave, left = PERMISSIONS[permission], threading.Event(), threading.Event()
-
-    def first() -> None:
-        with gemms(CPU, dtype):
-            entered.set()
-            assert leave.wait(10)
-        left.set()
-
-    entered = threading.Event()
-    thread = threading.Thread(target=first)
-    thread.start()
-    assert entered.wait(10)
-    with gemms(CPU, dtype):
-        leave.set()
-        assert left.wait(10)
-        assert not is_given(permission)
-    assert is_given(permission)
-    thread.join()
 
 
 def test_steps_on_many_threads(permission: str) -> None:
@@ -332,58 +294,42 @@ def test_by_name_is_by_position(kernel: launch.Kernel) -> None:
             kernel[(4,)](**wrong)
 
 
-def test_arguments_in_the_order_of_the_signature(kernel: launch.Kernel) -> None:
-    """Tensors are passed by name and need not be the first parameters."""
-    mixed = launch.Kernel(lambda x_ptr, x_stride, y_ptr, y_stride, n: None)
-    named = {"x_ptr": X, "y_ptr": Y, "n": 3, "x_stride": 1, "y_stride": 2}
-    mixed[(4,)](**named)
-    assert mixed.kernel.received == (4, 1, 1, X, 1, Y, 2, 3)
-    mixed[(4,)](**named)
-    assert mixed.kernel.received == (4, 1, 1, X.data_ptr(), 1, Y.data_ptr(), 2, 3)
+WIDE = torch.zeros(4, 8, 2)
+TURNED = X.view(2, 2, 8).transpose(0, 1)
 
 
+@pytest.mark.parametrize("first", [None, (X, Y)], ids=["first", "remembered"])
 @pytest.mark.parametrize(
-    ("x", "y"),
+    ("x", "y", "wrong"),
     [
-        (X.view(4, 8)[:, ::2], Y),
-        (X.view(4, 8).T, Y),
-        (X[:1].expand(4, 8), Y),
-        (X, Y[::2]),
-        (X, Y[:1].expand(4)),
-        (X, Y.view(4, 8)[:, :4]),
-        (X, Y.view(4, 8)[:, 1]),
+        (X.view(4, 8)[:, ::2], Y, "x"),
+        (X.view(4, 8).T, Y, "x"),
+        (X[:1].expand(4, 8), Y, "x"),
+        (WIDE[..., 0], Y, "x"),
+        (X, Y[::2], "y"),
+        (X, Y[:1].expand(4), "y"),
+        (X, Y.view(4, 8)[:, :4], "y"),
+        (X, Y.view(4, 8)[:, 1], "y"),
+        (X.view(4, 8)[:, :4], Y, None),
+        (TURNED, TURNED, None),
+        (X[:8].expand(4, 8), Y[:0], None),
+        (X, Y[0], None),
     ],
 )
-def test_a_layout_that_a_kernel_is_not_told_of_is_refused(kernel: launch.Kernel, x: Tensor, y: Tensor) -> None:
+def test_a_layout_that_a_kernel_is_not_told_of_is_refused(
+    kernel: launch.Kernel, x: Tensor, y: Tensor, wrong: str | None, first: Any
+) -> None:
     told = launch.Kernel(lambda x_ptr, y_ptr, x_row_stride: None)
-    with pytest.raises(ValueError, match=f"{'y' if y is not Y else 'x'}_ptr has strides"):
+    if first is not None:
+        told((4, 1, 1), first, (8,), 4)
+    before = len(told.kernel.launched)
+    if wrong is None:
         told((4, 1, 1), (x, y), (8,), 4)
-    assert told.kernel.launched == []
-
-
-def test_a_remembered_launch_asks_for_layouts_too(kernel: launch.Kernel) -> None:
-    told = launch.Kernel(lambda x_ptr, y_ptr, x_row_stride: None)
-    wide = torch.zeros(4, 8, 2)
-
-    def launched(x: Tensor, y: Tensor) -> list[str]:
-        told.kernel.launched.clear()
+        assert len(told.kernel.launched) == before + 1
+        return
+    with pytest.raises(ValueError, match=f"{wrong}_ptr has strides"):
         told((4, 1, 1), (x, y), (8,), 4)
-        return told.kernel.launched
-
-    assert launched(wide[..., 0].contiguous(), Y) == ["jitted"]
-    assert launched(X.view(4, 8)[:, :4], Y) == ["compiled"]
-    for x, y in ((wide[..., 0], Y), (X, wide[0, :, 0]), (X, Y[:1].expand(4))):
-        with pytest.raises(ValueError, match="_ptr has strides"):
-            launched(x, y)
-    assert launched(X.view(2, 2, 8).transpose(0, 1), Y.view(2, 2, 8).transpose(0, 1)) == ["jitted"]
-
-
-@pytest.mark.parametrize("x", [X.view(4, 8)[:, :4], X.view(2, 2, 8).transpose(0, 1), X[:8].expand(4, 8)])
-@pytest.mark.parametrize("y", [Y, Y.view(2, 2, 8).transpose(0, 1), Y[:0], Y[0]])
-def test_other_layouts_are_read(kernel: launch.Kernel, x: Tensor, y: Tensor) -> None:
-    told = launch.Kernel(lambda x_ptr, y_ptr, x_row_stride: None)
-    told((4, 1, 1), (x, y), (8,), 4)
-    assert told.kernel.launched == ["jitted"]
+    assert len(told.kernel.launched) == before
 
 
 def test_memory_of_launches_ends(kernel: launch.Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,18 +348,14 @@ def no_hooks(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return hooks
 
 
-def test_triton_launches_where_its_launch_is_not_known(kernel: launch.Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_REMEMBERS", False)
-    for _ in range(3):
-        kernel(**CALL)
-    assert kernel.kernel.launched == ["jitted"] * 3 and not kernel.variants
-
-
-@pytest.mark.parametrize("missing", ["run", "active", "get_current_stream"])
-def test_triton_launches_where_it_lacks_a_name(missing: str, kernel: launch.Kernel, monkeypatch) -> None:
+@pytest.mark.parametrize("missing", ["_REMEMBERS", "run", "active", "get_current_stream"])
+def test_triton_launches_where_its_launch_is_not_known(missing: str, kernel: launch.Kernel, monkeypatch) -> None:
     """`run`: a hook of Triton's cache forbade the compilation, so there is no compiled kernel."""
     owner = {"run": Recorder, "active": private._triton_driver, "get_current_stream": private._triton_driver.active}
-    monkeypatch.delattr(owner[missing], missing)
+    if missing in owner:
+        monkeypatch.delattr(owner[missing], missing)
+    else:
+        monkeypatch.setattr(launch, missing, False)
     for _ in range(3):
         kernel(**CALL)
     assert kernel.kernel.launched == ["jitted"] * 3 and not kernel.variants
@@ -468,6 +410,8 @@ def test_a_remembered_kernel_stays_loaded(kernel: launch.Kernel) -> None:
         {"debug": True},
         {"add_stages_inspection_hook": print},
         {"launch_enter_hook": print},
+        {"launch_enter_hook": SimpleNamespace(calls=[print])},
+        {"launch_exit_hook": SimpleNamespace(calls=[print])},
         {"launch_exit_hook": None},
     ],
     ids=lambda setting: next(iter(setting)),

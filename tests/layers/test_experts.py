@@ -166,6 +166,12 @@ def step(model: Any, device: str = "cpu") -> dict[str, Tensor]:
     }
 
 
+def assert_same_step(found: dict[str, Tensor], stock: dict[str, Tensor]) -> None:
+    assert found.keys() == stock.keys()
+    for key, x in stock.items():
+        assert error(found[key], x) <= 2e-5, key
+
+
 @pytest.fixture(autouse=True)
 def afresh() -> Iterator[None]:
     """No experts were compared by an earlier test."""
@@ -204,9 +210,7 @@ def test_models(name: str, served: list[str], device: str) -> None:
     apply_liger_kernel(model)
     found = step(model, device)
     assert len(served) == (1 if name == "deepseek_v3" else 2)
-    assert found.keys() == stock.keys()
-    for key, gradient in stock.items():
-        assert error(found[key], gradient) <= 2e-5, key
+    assert_same_step(found, stock)
     served.clear()
     revert_liger_kernel(model)
     step(model, device)
@@ -228,7 +232,7 @@ def test_other_implementations_stay(way: str, served: list[str]) -> None:
         pytest.skip("stock does not train")
     found = step(model)
     assert not served
-    assert all(error(found[key], expected[key]) <= 2e-5 for key in expected)
+    assert_same_step(found, expected)
 
 
 def test_experts_of_an_unknown_version(served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,9 +267,8 @@ def test_the_first_step_may_be_checkpointed(served: list[str], reentrant: bool) 
     stock = step(model)
     apply_liger_kernel(model)
     model.train().gradient_checkpointing_enable({"use_reentrant": reentrant})
-    found = step(model)
+    assert_same_step(step(model), stock)
     assert len(served) == 4
-    assert all(error(found[key], stock[key]) <= 2e-5 for key in stock)
 
 
 @pytest.mark.parametrize("where", [torch.inference_mode, lambda: torch.device("meta"), torch.no_grad])
@@ -292,7 +295,7 @@ def test_experts_with_a_forward_of_their_own(served: list[str]) -> None:
     report = apply_liger_kernel(model)
     found = step(model)
     assert report.replaced["swiglu"] == {"Halved": 2} and not served
-    assert all(error(found[key], stock[key]) <= 2e-5 for key in stock)
+    assert_same_step(found, stock)
 
 
 @pytest.mark.parametrize("later", [False, True])
@@ -310,7 +313,7 @@ def test_a_forward_that_is_set_on_the_class(later: bool, served: list[str], monk
     revert_liger_kernel(model)
     expected = step(model)
     assert not served
-    assert all(error(found[key], expected[key]) <= 2e-5 for key in expected)
+    assert_same_step(found, expected)
 
 
 class Looped(torch.nn.Module):
@@ -343,7 +346,7 @@ def test_registered_experts_keep_their_forward() -> None:
     stock = step(model)
     assert apply_liger_kernel(model).replaced["swiglu"] == {"Looped": 2}
     found = step(model)
-    assert all(error(found[key], stock[key]) <= 2e-5 for key in stock)
+    assert_same_step(found, stock)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
