@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,8 @@ import pytest
 pytest.importorskip("matplotlib")
 pytest.importorskip("transformers")
 
-import torch
 
-from benchmarks import convergence, convergence_kinds, curves, figures, report
+from benchmarks import convergence, convergence_kinds, curves, report
 from benchmarks.curves import BFLOAT16, BOUND, FLOAT32, FUSED, NUDGED, STOCK, Convergence
 from benchmarks.harness import RESULTS
 
@@ -81,36 +79,6 @@ def test_fused_is_fused_in_several_chunks(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(chunks) >= 5 and max(chunks) == 32
 
 
-@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
-def test_a_nudge_is_to_the_next_number(dtype: str) -> None:
-    model = convergence.build("qwen3", dtype, 0, "cpu")
-    before = [p.detach().clone() for p in model.parameters()]
-    convergence.nudge(model)
-    moved = 0
-    for p, old in zip(model.parameters(), before, strict=True):
-        changed = p != old
-        moved += int(changed.sum())
-        assert torch.nextafter(p, old)[changed].equal(old[changed])
-    assert moved == (1 if dtype == BFLOAT16 else model.num_parameters())
-
-
-def test_figure_and_table(written: Path, run: Convergence, tmp_path: Path) -> None:
-    # Figures need complete runs.
-    content = json.loads(written.read_text())
-    (tmp_path / written.name).write_text(json.dumps({**content, "whole": True}))
-    assert report.newest_file(written.parent, "convergence") is None
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n{figures.BEGIN}\nold\n{figures.END}\nafter\n")
-    (drawn,) = figures.main(["--results", str(tmp_path), "--out", str(tmp_path / "drawn"), "--convergence", str(page)])
-    assert drawn.name == figures.CONVERGENCE
-    text = page.read_text()
-    assert "](drawn/convergence.svg)" in text and "\nold\n" not in text
-    tables = [line for line in text.splitlines() if line.startswith("|")]
-    assert len(tables) == 2 + len(FAMILIES)
-    assert len({line.count("|") for line in tables}) == 1
-    assert f"{run.largest('gemma2', FUSED):.1e}" in text
-
-
 def test_the_kept_run_is_within_its_bounds() -> None:
     """Every step agrees in float32; in bfloat16, the distance to stock is at most the distance between two seeds."""
     path = report.newest_file(RESULTS, "convergence")
@@ -141,15 +109,6 @@ def test_two_kinds_for_a_few_steps(tmp_path: Path) -> None:
         assert 0 < run.distance(kind, FUSED) < 0.01
     with pytest.raises(SystemExit, match="no complete run"):
         convergence_kinds.main(["--docs", "page.md", "--out", str(tmp_path)])
-
-
-def test_images_reach_the_loss() -> None:
-    (batch,) = convergence.english_batches(1, "cpu")
-    kind = convergence_kinds.KINDS["multimodal"]
-    model, arguments = kind.build(FLOAT32, 0, "cpu"), kind.arguments(batch)
-    model(**arguments).loss.backward()
-    assert all(p.grad is not None and p.grad.any() for name, p in model.named_parameters() if "visual" in name)
-    assert (arguments["labels"][:, :4] == -100).all()
 
 
 def test_the_kept_run_of_six_kinds_is_within_its_bounds() -> None:

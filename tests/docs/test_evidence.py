@@ -103,17 +103,3 @@ def test_a_run_is_recorded(tmp_path: Path) -> None:
     read = report.load(path)
     assert read.contenders == [STOCK, OURS] and read.seeds == [0]
     assert read.curve(OURS, "loss")[0] == pytest.approx(ours["curves"]["loss"], rel=1e-5)
-
-
-def test_trainings_of_a_command_line() -> None:
-    from benchmarks import evidence
-
-    found = evidence.training_jobs(["grpo_top_p:1,0", "sft:0:float32"])
-    assert [(job.seed, job.float32, job.method) for job in found] == [
-        *[(0, False, "grpo_top_p")] * 2,
-        *[(1, False, "grpo_top_p")] * 2,
-        *[(0, True, "sft")] * 4,
-    ]
-    for wrong in ("ppo:0", "sft:0:float16"):
-        with pytest.raises(ValueError, match="expected method:seed,seed"):
-            evidence.training_jobs([wrong])

@@ -69,30 +69,6 @@ def test_a_job_that_takes_too_long_is_cut_with_its_children(measure: Any, tmp_pa
     assert subprocess.run(["pgrep", "-f", str(tmp_path / "child")], capture_output=True, check=False).stdout == b""
 
 
-def test_the_time_is_for_what_comes_first(measure: Any) -> None:
-    """A job that does not fit is passed over; a later round keeps time only for jobs that fit after the first ones."""
-    jobs = [
-        measure.Job("first", 0.3, ()),
-        measure.Job("too long", 30, ()),
-        measure.Job("host", 0.3, (), alone=True),
-        measure.Job("long host", 30, (), alone=True),
-        measure.Job("last", 0.3, ()),
-    ]
-    start = sleeper(0.05)
-    outcomes = {o.job.family: o.reason for o in measure.Machine([0], start, 2).measure(jobs)}
-    assert [job.family for job, *_ in start.spans] == ["first", "last", "host"]
-    assert {family for family, reason in outcomes.items() if reason} == {"too long", "long host"}
-    assert outcomes["too long"] == "did not start: the time was over"
-
-
-def test_every_family_has_its_own_name(measure: Any) -> None:
-    families = [job.family for job in measure.JOBS]
-    assert len(set(families)) == len(families)
-    assert measure.selected(["policy", "trainers"]) == [j for j in measure.JOBS if j.family in ("trainers", "policy")]
-    with pytest.raises(SystemExit, match="no family is called polcy"):
-        measure.selected(["polcy"])
-
-
 def test_the_end_says_what_is_missing(
     measure: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

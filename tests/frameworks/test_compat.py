@@ -821,27 +821,12 @@ def test_fused_z_loss_has_the_dtype_of_the_input() -> None:
     torch.testing.assert_close(output.z_loss, z.bfloat16(), rtol=2**-7, atol=0)
 
 
-def test_accuracy_of_each_token() -> None:
-    batch = tokens(SMALL, seed=7)
-    loss = transformers.LigerFusedLinearCrossEntropyLoss(reduction="none", return_token_accuracy=True)
-    output = loss(*(batch[name] for name in HEAD))
-    correct = (batch["input"] @ batch["weight"].T + batch["bias"]).argmax(-1) == batch["target"]
-    assert torch.equal(output.token_accuracy, correct.to(output.loss.dtype)) and output.predicted_tokens is None
-
-
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean", "batchmean"])
 def test_kl_div_eps(reduction: Any) -> None:
     log_q, p = torch.randn(3, 7).double().log_softmax(-1), torch.randn(3, 7).double().softmax(-1)
     terms = p * (p.clamp(min=0.2).log() - log_q)
     expected = {"none": terms, "sum": terms.sum(), "mean": terms.mean(), "batchmean": terms.sum() / 3}[reduction]
     torch.testing.assert_close(transformers.LigerKLDIVLoss(0.2, reduction=reduction)(log_q, p), expected)
-
-
-def test_kl_div_legacy_reduction() -> None:
-    log_q, p = torch.randn(3, 7).log_softmax(-1), torch.randn(3, 7).softmax(-1)
-    with pytest.warns(UserWarning, match="size_average and reduce"):
-        loss = transformers.LigerKLDIVLoss(size_average=False)
-    torch.testing.assert_close(loss(log_q, p), F.kl_div(log_q, p, reduction="sum"))
 
 
 def test_divergences_take_teachers_as_they_are() -> None:
@@ -1015,13 +1000,6 @@ def test_norms_of_models() -> None:
         torch.testing.assert_close(norm(x), F.rms_norm(x, (8,), eps=1e-6))
 
 
-def test_fused_add_rms_norm() -> None:
-    x, residual, norm = torch.randn(3, 8), torch.randn(3, 8), transformers.LigerFusedAddRMSNorm(8)
-    torch.testing.assert_close(norm(x, residual), (F.rms_norm(x + residual, (8,), eps=1e-6), x + residual))
-    _, total = functional.liger_fused_add_rms_norm(x, residual, norm.weight, 1e-6, 0.0, "none")
-    torch.testing.assert_close(total, x + residual)
-
-
 MLP_CONFIG = SimpleNamespace(
     hidden_size=4, intermediate_size=6, hidden_act="silu", mlp_multipliers=[0.5, 3.0], num_local_experts=3
 )
@@ -1154,21 +1132,6 @@ def test_rotary_dim(columns: int) -> None:
     assert torch.equal(rotated[0][..., 4:], q[..., 4:])
 
 
-def test_cross_entropy_by_position() -> None:
-    logits, target = torch.randn(6, 11), torch.tensor([0, 3, 5, 10, 2, 2])
-    weight = torch.linspace(0.5, 1.5, 11)
-    loss = transformers.LigerCrossEntropyLoss(weight, 2, 0.0, 0.1, "sum")(logits, target)
-    expected = F.cross_entropy(logits, target, weight, ignore_index=2, label_smoothing=0.1, reduction="sum")
-    torch.testing.assert_close(loss, expected)
-
-
-def test_kl_div_by_position() -> None:
-    log_q, p = torch.randn(3, 7).log_softmax(-1), torch.randn(3, 7).softmax(-1)
-    torch.testing.assert_close(transformers.LigerKLDIVLoss()(log_q, p), (p * (p.log() - log_q)).mean())
-    batchmean = transformers.LigerKLDIVLoss(1e-10, None, None, "batchmean", True)
-    torch.testing.assert_close(batchmean(log_q, p.log()), F.kl_div(log_q, p, reduction="batchmean"))
-
-
 # Models
 
 
@@ -1187,11 +1150,6 @@ def test_apply_by_position() -> None:
     with pytest.raises(TypeError, match="too many positional arguments"):
         transformers.apply_liger_kernel_to_llama(*[None] * 7)
     lc.revert_liger_kernel(model)
-
-
-def test_auto_model_is_ours() -> None:
-    pytest.importorskip("transformers")
-    assert transformers.AutoLigerKernelForCausalLM is lc.AutoLigerKernelForCausalLM
 
 
 # All that `liger_kernel.transformers` 0.8.5 exports.
@@ -1486,84 +1444,6 @@ def test_functions_by_model_type(installed: None) -> None:
 
 
 # Liger-Kernel's own kernels
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.ordinary_memory
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("case", [case for case in CASES if case.module == "transformers"], ids=str)
-def test_matches_liger_kernels_kernels(case: Case, dtype: torch.dtype, bound: float) -> None:
-    module = peer("transformers")
-    batch = moved(case.sample(), dtype, "cuda")
-    for name in ("input", "target"):
-        batch[name] = batch[name].reshape(-1, *batch[name].shape[2:]) if case.name.endswith("Loss") else batch[name]
-    on_device = {name: x.cuda().float() for name, x in case.settings.items() if isinstance(x, Tensor)}
-    case = Case(**{**vars(case), "settings": case.settings | on_device})
-    theirs = evaluate(lambda b: first(case.run(module, b)), batch)
-    ours = evaluate(lambda b: first(case.run(transformers, b)), batch)
-    # The oracle runs on the CPU, and so do the tensors in its settings.
-    exact = moved(evaluate(case.oracle, moved(batch, torch.float64, "cpu")), torch.float64, "cuda")
-    for name, value in exact.items():
-        apart = relative_error(ours[name], theirs[name].double())
-        # Liger-Kernel rounds the factors of the tokens.
-        closer = relative_error(ours[name], value) < relative_error(theirs[name], value)
-        assert apart < bound or closer, f"{name}: {apart}"
-
-
-def layers(module: Any) -> dict[str, Callable[[Tensor], Tensor]]:
-    torch.manual_seed(0)
-    config = SimpleNamespace(hidden_size=64, intermediate_size=128, hidden_act="silu")
-    gelu = SimpleNamespace(hidden_size=64, intermediate_size=128, hidden_act="gelu_pytorch_tanh")
-    modules = {
-        "rms": module.LigerRMSNorm(64),
-        "gemma": module.LigerRMSNorm(64, 1e-6, 1.0, "gemma", "zeros"),
-        "layer-norm": module.LigerLayerNorm(64, bias=True),
-        "swiglu": module.LigerSwiGLUMLP(config),
-        "geglu": module.LigerGEGLUMLP(gelu),
-    }
-    target = torch.arange(48) % 64
-    logits = module.LigerCrossEntropyLoss(None, 3, 1e-3, 0.1, "mean", 20.0)
-    tables = [f(torch.linspace(0, 3, 12)[:, None] * torch.ones(16)) for f in (torch.cos, torch.sin)]
-    return {
-        **{name: layer.cuda() for name, layer in modules.items()},
-        "cross-entropy": lambda x: logits(x * 1.0, target.cuda()),
-        "jsd": lambda x: module.LigerJSD(0.3)(x.log_softmax(-1), x.detach().flip(0).log_softmax(-1)),
-        "kl": lambda x: module.LigerKLDIVLoss()(x.log_softmax(-1), x.detach().flip(0).softmax(-1)),
-        "tvd": lambda x: module.LigerTVDLoss()(x.softmax(-1), x.detach().flip(0).softmax(-1)),
-        "rope": lambda x: torch.cat(
-            module.liger_rotary_pos_emb(
-                *(x.view(1, 4, 12, 64)[..., :16].clone() for _ in range(2)),
-                *(table[None].cuda().to(x.dtype) for table in tables),
-            )
-        ),
-    }
-
-
-LAYERS = ("rms", "gemma", "layer-norm", "swiglu", "geglu", "cross-entropy", "jsd", "kl", "tvd", "rope")
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.ordinary_memory
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", LAYERS)
-def test_matches_liger_kernels_layers(name: str, dtype: torch.dtype, bound: float) -> None:
-    results = []
-    for module in (transformers, peer("transformers")):
-        layer = layers(module)[name]
-        if isinstance(layer, nn.Module):
-            layer.to(dtype)
-        torch.manual_seed(1)
-        x = torch.randn(48, 64, device="cuda", dtype=dtype, requires_grad=True)
-        y = layer(x)
-        torch.manual_seed(2)
-        y.backward(torch.randn_like(y) if y.ndim else torch.ones_like(y))
-        results.append((y, x.grad))
-    for ours, theirs in zip(*results, strict=True):
-        assert (ours.double() - theirs.double()).norm() < bound * theirs.double().norm()
 
 
 def test_importing_is_light(fresh_process) -> None:

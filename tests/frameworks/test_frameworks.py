@@ -23,7 +23,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from fresh_process import FreshProcesses
-from spies import Results
 from table import relative_error
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -31,10 +30,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from liger_chunked import LigerFusedLinearKLDivLoss, VocabShard, linear_token_stats
+from liger_chunked import LigerFusedLinearKLDivLoss, linear_token_stats
 from liger_chunked.functional import dpo_loss, kl_div_loss
 from liger_chunked.integrations.frameworks import cut_cross_entropy, megatron, nemo_rl, skyrl, verl
-from liger_chunked.integrations.tensor_parallel import even_shard
 
 WORLD = 2
 B, S, H, V = 3, 10, 8, 24  # V: rows of the head, the same on all ranks
@@ -102,15 +100,6 @@ def summed(x: Tensor | None) -> Tensor:
     x = x.clone()
     dist.all_reduce(x)
     return x
-
-
-class Sizes(Results):
-    """Records the largest result of an operation."""
-
-    largest = 0
-
-    def see(self, x: Tensor) -> None:
-        self.largest = max(self.largest, x.numel())
 
 
 def names(function: Callable[..., Any]) -> list[str]:
@@ -1227,19 +1216,18 @@ def check_titan_capture(is_sharded: bool, logits_budget: int | None) -> None:
     """A capture of forward and backward, as torchtitan 0.3.0 makes it (distributed/cudagraph.py, CUDAGraphWrapper).
 
     One eager step on the stream of the capture, then the capture, into a shared pool, with errors of this thread alone.
-    Its replays have other hidden states, labels, and numbers of ignored labels. Gradients are zeroed in place.
+    Its replays have other hidden states, labels, and numbers of ignored labels: the bits of an eager step.
     """
     vocab, width, shape = 1000, 128, (4, 96)
     torch.manual_seed(0)
     model = TitanModel(vocab, width, torch.bfloat16)
-    twin, exact = copy.deepcopy(model), copy.deepcopy(model).double()
-    if is_sharded:
-        mesh = init_device_mesh("cuda", (1,))
-        for m in (model, twin):
-            fully_shard([m.norm, m.lm_head], mesh=mesh, reshard_after_forward=True)
-            fully_shard(m, mesh=mesh)
+    twin = copy.deepcopy(model)
     losses = []
     for m in (model, twin):
+        if is_sharded:
+            mesh = init_device_mesh("cuda", (1,))
+            fully_shard([m.norm, m.lm_head], mesh=mesh, reshard_after_forward=True)
+            fully_shard(m, mesh=mesh)
         losses.append(titan_loss(cuda_graphs=True, logits_budget=logits_budget))
         losses[-1].set_lm_head(m.lm_head)
 
@@ -1247,6 +1235,7 @@ def check_titan_capture(is_sharded: bool, logits_budget: int | None) -> None:
         generator = torch.Generator().manual_seed(seed)
         labels = torch.randint(vocab, shape, generator=generator)
         labels[torch.rand(shape, generator=generator) < ignored] = IGNORE
+        labels[0, 0] = 3  # one label is left
         x = torch.randn(*shape, width, generator=generator).bfloat16()
         return x.cuda(), labels.cuda(), (labels != IGNORE).sum().cuda()
 
@@ -1255,14 +1244,6 @@ def check_titan_capture(is_sharded: bool, logits_budget: int | None) -> None:
         found, _ = loss(m(x), labels, valid)
         found.backward()
         return found.detach()
-
-    def stock(m: nn.Module, x: Tensor, labels: Tensor, valid: Tensor) -> list[Tensor]:
-        m.zero_grad()
-        logits = m.lm_head(m(x)).flatten(0, 1)
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        loss = nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum") / valid
-        loss.backward()
-        return [p.grad for p in m.parameters() if p.grad is not None]
 
     static = batch(0, 0.1)
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
@@ -1274,28 +1255,16 @@ def check_titan_capture(is_sharded: bool, logits_budget: int | None) -> None:
     pool = torch.cuda.graph_pool_handle()
     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
         captured = step(model, losses[0], *static)
-    plain = copy.deepcopy(exact).bfloat16()
     for seed, ignored in ((1, 0.0), (2, 0.9), (3, 0.3), (4, 1.0)):
         data = batch(seed, ignored)
-        if ignored == 1.0:
-            data[1][0, 0] = 3  # one label is left
-            data[2].fill_(1)
         for kept, given in zip(static, data, strict=True):
             kept.copy_(given)
         model.clear()
         graph.replay()
-        replayed = [captured.clone(), *model.grads()]
         twin.zero_grad()
         eager = [step(twin, losses[1], *data), *twin.grads()]
-        for ours, theirs in zip(replayed, eager, strict=True):
+        for ours, theirs in zip([captured.clone(), *model.grads()], eager, strict=True):
             assert torch.equal(ours, theirs), f"{seed=} {ours.shape}"
-        whole = stock(exact, *(x.double() if x.is_floating_point() else x for x in data))
-        for ours, theirs, value in zip(replayed[1:], stock(plain, *data), whole, strict=True):
-            if value.ndim == 2:  # few elements have errors that differ by chance
-                assert relative_error(ours, value) <= 1.1 * relative_error(theirs, value), f"{seed=} {ours.shape}"
-        graph.replay()  # adds the gradients once more
-        for twice, once in zip(model.grads(), replayed[1:], strict=True):
-            assert relative_error(twice, 2 * once.double()) < 1e-2
 
 
 @pytest.mark.gpu
@@ -1659,41 +1628,6 @@ def test_cut_cross_entropy_interface() -> None:
     for options, message in (({"shift": S}, "shift must be in 0 to 9"), ({"reduction": "max"}, "reduction must be")):
         with pytest.raises(ValueError, match=message):
             cut_cross_entropy.linear_cross_entropy(case.hidden, case.weight, case.target, **options)
-
-
-def shared_worker(rank: int, folder: str) -> None:
-    group = initialize(rank, folder)
-    case = make_case(rank, WORLD)
-    assert even_shard(case.weight, group, "partial") == VocabShard(group, rank * V, 2 * V, "partial")
-
-    # No tensor has the logits of all tokens.
-    tokens, vocab = 256, 512
-    hidden = torch.randn(1, tokens, H, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    weight = torch.randn(vocab, H, generator=torch.Generator().manual_seed(rank)).requires_grad_()
-    target = torch.arange(tokens)[None]
-    start = rank * vocab
-    layer = SimpleNamespace(weight=weight, bias=None, tp_group=group, sequence_parallel=False)
-    small = {"logits_budget": 64 * 1024}  # 32 tokens
-    calls: list[Callable[[], Tensor]] = [
-        lambda: skyrl.FusedLinearChunkedDistributedLogprob.apply(
-            hidden, weight, target, start, start + vocab, 32, group
-        ),
-        lambda: nemo_rl.ChunkedDistributedHiddenStatesToLogprobs.apply(
-            hidden.transpose(0, 1)[: tokens // 2], target, weight, start, start + vocab, 32, group
-        ),
-        lambda: verl.FusedLinearForPPO(chunk_size=32)(hidden, weight, target)[0],
-        lambda: megatron.OutputProcessor()(
-            hidden_states=hidden.transpose(0, 1), output_layer=layer, labels=target, context=small
-        ),
-    ]
-    for call in calls:
-        with Sizes() as sizes:
-            call().sum().backward()
-        assert sizes.largest < tokens * vocab // 4
-    dist.destroy_process_group()
-
-
-test_shared_parts = run(shared_worker)
 
 
 # NeMo-Automodel 0.7.0, nemo_automodel/components/loss/linear_ce.py and linear_ce_base.py.

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from fresh_process import FreshProcesses
 from ranks import join
-from spies import Memory
 from table import relative_error
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,9 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils.flop_counter import FlopCounterMode
 
 from liger_chunked import ChunkedLMHead
-from liger_chunked.engine import sink
 from liger_chunked.integrations.frameworks import prime_rl
-from liger_chunked.kernels import backend
 
 B, T, H, V = 3, 10, 8, 23
 WORLD = 2
@@ -109,23 +106,6 @@ def test_temperatures_add_no_matrix_product() -> None:
     assert counts[0] == counts[1] == 3 * 2 * int((labels != -100).sum()) * H * V
 
 
-def test_no_logits_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The CPU path works in blocks of a constant size: keep them smaller than these shapes.
-    monkeypatch.setitem(backend.TORCH_BLOCK, "cpu", 1 << 12)
-    monkeypatch.setattr(sink, "UPCAST_BLOCK", 1 << 12)
-    n, h, v, budget_tokens = 256, 32, 1009, 20
-    head = ChunkedLMHead(h, v, dtype=torch.bfloat16, logits_budget=2 * v * budget_tokens)
-    hidden, labels = torch.randn(n, h).bfloat16().requires_grad_(), torch.randint(v, (n,))
-    temperature = torch.tensor([0.7, 1.0]).repeat(n // 2)
-    memory = Memory()
-    memory.expect(hidden, labels, temperature, *head.parameters())
-    with memory:
-        stats = head(hidden, labels, temperature)
-        (stats["logps"] + 0.1 * stats["entropy"]).sum().backward()
-    # The float32 accumulator of the weight's gradient.
-    assert memory.largest <= 4 * v * h
-
-
 def test_shares_the_parameters() -> None:
     stock = linear().eval()
     stock.weight.requires_grad_(False)
@@ -144,20 +124,6 @@ def test_shares_the_parameters() -> None:
     for other in (*copies, loaded):
         assert other.weight is not head.weight and other.options == head.options
         assert torch.equal(other(hidden, labels)["logps"], head(hidden, labels)["logps"])
-
-
-def test_tied_weight() -> None:
-    """The embedding and the head add to one gradient."""
-    _, labels, _ = tokens()
-    ids = labels.clamp(min=0)
-    embedding, stock = nn.Embedding(V, H, dtype=torch.float64), linear(bias=False)
-    stock.weight = embedding.weight
-    head = ChunkedLMHead.from_linear(stock)
-    model = nn.ModuleDict({"embedding": embedding, "lm_head": head})
-    assert len(list(model.parameters())) == 1
-    found = with_gradients(list(head(embedding(ids), labels, 0.7).values()), [embedding.weight])
-    exact = with_gradients(oracle(embedding(ids), embedding.weight, None, labels, 0.7), [embedding.weight])
-    assert all(relative_error(x, e) < BOUND for x, e in zip(found, exact, strict=True))
 
 
 class Quantized(nn.Linear):

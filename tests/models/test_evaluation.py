@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -136,15 +138,6 @@ def test_without_gradients(name, mode, training):
     torch.testing.assert_close(torch.tensor(z.numpy()), torch.tensor(exact.numpy()), rtol=1e-4, atol=1e-4)
 
 
-def test_evaluation_mode_alone_changes_nothing():
-    """With gradients, a model in evaluation mode gives real logits."""
-    model = patched().eval()
-    output = model(IDS[:N], labels=IDS[:N])
-    assert type(output.logits) is Tensor and output.loss.requires_grad
-    with defer_logits(head := torch.nn.Linear(4, 7)):
-        assert type(head.eval()(torch.ones(2, 3, 4))) is Tensor
-
-
 @pytest.mark.parametrize("of", ["model", "head"])
 def test_the_switch(of):
     if of == "model":
@@ -177,15 +170,6 @@ def test_one_call_and_a_head_alone():
             assert is_deferred(z)
             F.cross_entropy(z[:, :-1].flatten(0, 1), IDS[:N, 1:].flatten())
             assert is_deferred(z)
-
-
-def test_logits_that_are_kept_over_a_step_of_the_optimizer():
-    model = patched().eval()
-    with torch.no_grad():
-        z = model(IDS[:N]).logits
-        model.lm_head.weight.mul_(2)
-    with pytest.raises(RuntimeError, match="read later, defer_in_evaluation=False"):
-        z.exp() + z.tensor()
 
 
 # generate
@@ -265,3 +249,48 @@ def test_compiled_evaluation_keeps_its_graph():
         found = torch.compile(model, backend="eager", fullgraph=True)(ids).logits
     assert type(found) is Tensor
     torch.testing.assert_close(real(found), expected, rtol=1e-4, atol=1e-5)
+
+
+# generate of copies, and of code that it runs
+
+
+def pickled(model: torch.nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def adapted(model: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")).train()
+
+
+@pytest.mark.parametrize("made", [copy.deepcopy, pickled, adapted])
+def test_generate_in_training_mode(made: Callable[[Any], Any]) -> None:
+    ids, kinds = IDS[:2, :4], Kinds()
+
+    def sample(model: Any) -> Tensor:
+        torch.manual_seed(0)
+        mask = torch.ones_like(ids)
+        return model.generate(ids, attention_mask=mask, do_sample=True, max_new_tokens=4, logits_processor=[kinds])
+
+    expected, model = sample(build("LlamaForCausalLM")), made(patched())
+    assert model.training
+    assert sample(model).equal(expected) and kinds.found == {Tensor}
+    assert_fused(model(ids, labels=ids))
+
+
+def test_attached_head_defers_for_a_caller_in_generate() -> None:
+    """A call with `head_fn` asks for deferral itself, also from code that `generate` runs."""
+    model, ids = build("LlamaForCausalLM"), IDS[:2, :4]
+    attach_head(model)
+    shapes = []
+
+    class Scores(LogitsProcessor):
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            shapes.append(model(ids, head_fn=lambda head, input: input.hidden_states).shape)
+            return scores
+
+    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, logits_processor=[Scores()])
+    assert [shape[:2] for shape in shapes] == [(2, 4)] * 2

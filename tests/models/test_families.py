@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 import pickle
@@ -16,13 +15,12 @@ import torch
 import torch.nn.functional as F
 import transformers
 import verify
-from model_zoo import BY_ID, VOCAB, ZOO, Tiny
+from model_zoo import BY_ID, VOCAB, Tiny
 from packaging.version import Version
 from test_models import assert_same_step, labelled, state_of, step
 from torch import nn
 from transformers.activations import ACT2FN
 
-import liger_chunked
 from liger_chunked.integrations.transformers import (
     apply_liger_kernel,
     found,
@@ -33,12 +31,8 @@ from liger_chunked.integrations.transformers import (
     source,
 )
 from liger_chunked.integrations.transformers.check import check_model
-from liger_chunked.integrations.transformers.layers import Layer
 
 pytestmark = [pytest.mark.ordinary_memory, pytest.mark.filterwarnings("ignore::FutureWarning")]
-KINDS = {id(layer): name for name, layer in vars(layers).items() if isinstance(layer, Layer)}
-
-
 # The tables are those of this release; an earlier one has fewer families.
 EARLIER = Version(transformers.__version__) < Version("5.23")
 
@@ -52,77 +46,6 @@ def modeling(family: str):
 def table(monkeypatch):
     """Forget the layers that a test registers."""
     monkeypatch.setattr(overrides, "_REGISTERED", dict(overrides._REGISTERED))
-
-
-# Classes, the layer that serves them, and the names of its attributes. None: a variant of their own.
-CLASSES = [
-    ("smollm3.SmolLM3RMSNorm", "RMS_NORM", "weight variance_epsilon"),
-    ("llama4.Llama4TextRMSNorm", "RMS_NORM", "weight eps"),
-    ("gpt_oss.GptOssRMSNorm", "RMS_NORM_FP32", "weight variance_epsilon"),
-    ("helium.HeliumRMSNorm", "RMS_NORM_FP32", "weight variance_epsilon"),
-    ("qwen3_next.Qwen3NextRMSNorm", "RMS_NORM_OFFSET", "weight eps"),
-    ("gemma3n.Gemma3nRMSNorm", "RMS_NORM_SCALED", "weight eps with_scale"),
-    ("nanochat.NanoChatRMSNorm", "RMS_NORM_BARE", "eps"),
-    ("smollm3.SmolLM3MLP", "GLU", "act_fn gate_proj up_proj down_proj"),
-    ("llama4.Llama4TextMLP", "GLU", "activation_fn gate_proj up_proj down_proj"),
-    ("lfm2.Lfm2MLP", "SILU_GLU", "w1 w3 w2"),
-    ("glm.GlmMLP", "PACKED_GLU", "activation_fn gate_up_proj down_proj"),
-    ("granitemoehybrid.GraniteMoeHybridMLP", "PACKED_GLU", "activation input_linear output_linear"),
-    ("qwen2_moe.Qwen2MoeExperts", "EXPERTS", "act_fn config has_gate"),
-    ("gpt_oss.GptOssExperts", "EXPERTS_INTERLEAVED", "alpha limit"),
-    ("llama4.Llama4TextExperts", "EXPERTS_STACKED", "act_fn gate_up_proj down_proj hidden_size"),
-    ("step3p7.Step3p7Experts", None, ""),
-    ("falcon_h1.FalconH1MLP", None, ""),
-    ("cohere2.Cohere2LayerNorm", "LAYER_NORM_SCALED", "weight variance_epsilon"),
-    ("olmo.OlmoLayerNorm", "LAYER_NORM_BARE", "normalized_shape"),
-    ("transformers.ReLUSquaredActivation", "RELU_SQUARED", ""),
-    ("gemma3n.Gemma3nTextMLP", "GLU_SPARSE", "act_fn activation_sparsity gate_proj up_proj down_proj"),
-    ("qwen3_5.Qwen3_5RMSNormGated", "RMS_NORM_GATED", "weight variance_epsilon activation"),
-    ("bailing_hybrid.BailingHybridRMSNormGated", "RMS_NORM_GATED_FP32", "weight variance_epsilon activation"),
-    ("bamba.BambaRMSNormGated", "RMS_NORM_GATE_FIRST", "weight variance_epsilon group_size"),
-    ("falcon_h1.FalconH1RMSNormGated", None, ""),
-    ("llama.LlamaAttention", None, ""),
-]
-
-
-# Layers that older transformers write without an attribute, and what serves them there.
-WITHOUT = {
-    "RMS_NORM_GATED": ("activation", "_RMS_NORM_GATED_SILU"),
-    "RMS_NORM_GATE_FIRST": ("group_size", "_RMS_NORM_GATE_FIRST_ONE_GROUP"),
-}
-
-
-@pytest.mark.parametrize(("path", "kind", "names"), CLASSES, ids=[row[0] for row in CLASSES])
-def test_classes(path, kind, names):
-    family, name = path.split(".")
-    module = transformers.activations if family == "transformers" else modeling(family)
-    cls = getattr(module, name)
-    if kind in WITHOUT and WITHOUT[kind][0] not in inspect.getsource(cls):
-        attribute, kind = WITHOUT[kind]
-        names = names.removesuffix(f" {attribute}")
-    binding = overrides.binding_of(cls)
-    assert (binding and KINDS[id(binding.layer)]) == kind
-    assert kind is None or " ".join(binding.names) == names
-
-
-@pytest.mark.parametrize(
-    ("family", "ours"),
-    [
-        ("smollm3", layers.rotate_halves),
-        ("bamba", layers.rotate_halves),
-        ("phi3", layers.rotate_halves),
-        ("glm", layers.rotate_pairs),
-        ("ernie4_5", layers.rotate_pairs),
-        ("cohere2", layers.rotate_pairs_of_repeated),
-        ("gpt_oss", layers.rotate_halves_by_half),
-        ("gemma4", layers.rotate_one),
-        ("codegen", layers.rotate_one_by_half),
-        ("deepseek_v4", None),
-    ],
-)
-def test_rotary_functions(family, ours):
-    """Cohere's differs only in the `rotate_half` that it calls."""
-    assert overrides.rope_of(modeling(family).apply_rotary_pos_emb) is ours
 
 
 @pytest.mark.parametrize(("path", "ours"), overrides._ROTARY, ids=[path for path, _ in overrides._ROTARY])
@@ -221,23 +144,6 @@ def test_every_row_is_read_and_equal():
     assert state.equal(torch.get_rng_state())
 
 
-def norm_1p(x, normalized_shape, weight, bias, eps):
-    return liger_chunked.liger_layer_norm(x, weight + 1, bias, eps)
-
-
-def test_a_row_alone_serves_a_class(monkeypatch):
-    """Nemotron's norm calls a function: its source has neither a product nor `eps=`."""
-    cls, layer = modeling("nemotron").NemotronLayerNorm1P, Layer(norm_1p, "layer_norm")
-    monkeypatch.setattr(overrides, "_ROWS", [*overrides._ROWS, ("nemotron.NemotronLayerNorm1P", layer, {})])
-    overrides._recognised.cache_clear()
-    try:
-        binding = overrides.binding_of(cls)
-        assert binding.layer is layer
-        verify.check_layer(binding, cls(8), cls)
-    finally:
-        overrides._recognised.cache_clear()
-
-
 @pytest.mark.parametrize("layers_of", [2, 32])
 def test_patching_is_quick(layers_of):
     config = {**BY_ID["llama"].config, "num_hidden_layers": layers_of}
@@ -327,35 +233,6 @@ def test_only_names_may_differ():
         verify.check_layer(swapped, Swapped(), Swapped)
     for cls in (OtherConstant, OtherGlobal, Decorated, OtherHelper):
         assert overrides.binding_of(cls) is None, cls
-
-
-def test_a_class_that_somebody_patched(monkeypatch):
-    """Its code is read again."""
-    model = BY_ID["llama"].build()
-    assert "swiglu" in apply_liger_kernel(model).replaced
-    revert_liger_kernel(model)
-    cls = type(model.model.layers[0].mlp)
-    monkeypatch.setattr(cls, "forward", lambda self, x: self.down_proj(self.act_fn(self.gate_proj(x))))
-    assert "swiglu" not in apply_liger_kernel(model).replaced
-    revert_liger_kernel(model)
-
-
-def test_a_class_that_somebody_wrapped(monkeypatch):
-    """A wrapper may count, checkpoint or change results in training, and a kernel would not call it."""
-    cls, calls = modeling("llama").LlamaMLP, []
-    stock = cls.forward
-
-    @functools.wraps(stock)
-    def forward(self, x):
-        calls.append(x)
-        return stock(self, x)
-
-    monkeypatch.setattr(cls, "forward", forward)
-    model = BY_ID["llama"].build()
-    assert "swiglu" not in apply_liger_kernel(model).replaced
-    step(model, labelled(BY_ID["llama"]))
-    assert calls
-    revert_liger_kernel(model)
 
 
 class TwoStatements(nn.Module):
@@ -502,39 +379,6 @@ def test_a_registered_class(table):
     assert state_of(model) == before
 
 
-@pytest.mark.parametrize(
-    ("cls", "layer", "names", "message"),
-    [
-        ("llama.LlamaMLP", "GLU", {"gate": "gate_proj"}, r"the layer reads \['act_fn', .*, not \['gate'\]"),
-        ("llama.LlamaAttention", "GLU", {}, "forward of LlamaAttention must take one tensor"),
-    ],
-)
-def test_wrong_layers_are_refused(table, cls, layer, names, message):
-    family, name = cls.split(".")
-    cls = getattr(modeling(family), name)
-    before = overrides.binding_of(cls)
-    with pytest.raises(ValueError, match=message):
-        register_layer(cls, getattr(layers, layer), **names)
-    assert overrides.binding_of(cls) == before
-
-
-def test_wrong_types_are_refused(table):
-    with pytest.raises(TypeError, match="cls must be a class of modules, got 'LlamaMLP'"):
-        register_layer("LlamaMLP", layers.GLU)
-    with pytest.raises(TypeError, match=r"layer must be a Layer, such as layers\.RMS_NORM, got 'GLU'"):
-        register_layer(OwnMLP, "GLU")
-
-
-@pytest.mark.parametrize("tiny", ZOO, ids=repr)
-def test_meta_layers_of_models(tiny):
-    """Checks small copies of a model's layers, although its weights are on the meta device."""
-    model = tiny.build().to("meta")
-    for module in model.modules():
-        binding = overrides.binding_of(type(module))
-        if binding is not None:
-            verify.check_layer(binding, module, type(module))
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_another_default_dtype(dtype):
     torch.set_default_dtype(dtype)
@@ -544,14 +388,6 @@ def test_another_default_dtype(dtype):
         revert_liger_kernel(model)
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-def test_lora_is_no_obstacle():
-    peft = pytest.importorskip("peft")
-    tiny = Tiny("smollm3", "smollm3", "SmolLM3ForCausalLM", "SmolLM3Config", dict(BY_ID["qwen2"].config))
-    model = peft.get_peft_model(tiny.build(), peft.LoraConfig(r=2, target_modules=["gate_proj", "down_proj"]))
-    assert apply_liger_kernel(model).replaced["swiglu"] == {"SmolLM3MLP": 2}
-    revert_liger_kernel(model)
 
 
 def test_a_model_that_classifies():
@@ -565,18 +401,6 @@ def test_a_model_that_classifies():
     torch.testing.assert_close(model(ids).logits, stock, rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match=r"'fused_linear_cross_entropy'\] matches nothing in llama"):
         apply_liger_kernel(model, fused_linear_cross_entropy=True)
-    revert_liger_kernel(model)
-
-
-def test_a_head_alone():
-    """No layer of Bloom is one that a kernel computes, except its norms."""
-    model = transformers.BloomForCausalLM(
-        transformers.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=1, n_head=2)
-    )
-    ids = torch.arange(10, 22)[None]
-    stock = step(model, {"input_ids": ids, "labels": ids})
-    assert list(apply_liger_kernel(model, layer_norm=False).replaced) == ["fused_linear_cross_entropy"]
-    assert_same_step(step(model, {"input_ids": ids, "labels": ids}), stock)
     revert_liger_kernel(model)
 
 

@@ -15,7 +15,6 @@ from model_zoo import BY_ID, Tiny
 from test_models import assert_same_step, labelled, step
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.checkpoint import checkpoint
 
 import liger_chunked as lc
 from liger_chunked.integrations.transformers import apply_liger_kernel
@@ -65,20 +64,6 @@ def test_regional_compilation(name, checkpointed, graphs):
     assert graphs.frame_count == 1
 
 
-@pytest.mark.parametrize("kind", ["input_layernorm", "mlp"])
-def test_each_kind_of_layer_compiles_once(kind, graphs):
-    """This also holds if only the patched layers are compiled."""
-    tiny = deep("llama")
-    model, arguments = tiny.build(), labelled(tiny)
-    stock = step(model, arguments)
-    apply_liger_kernel(model)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    for layer in model.model.layers:
-        getattr(layer, kind).compile(backend=graphs, fullgraph=True)
-    assert_same_step(step(model, arguments), stock)
-    assert graphs.frame_count == 1
-
-
 def test_two_models_share_their_graph(graphs):
     """The graphs of a model's forward are reused for a second model of the class, with that model's parameters."""
     tiny = dataclasses.replace(BY_ID["llama"], config={**BY_ID["llama"].config, "num_hidden_layers": 1})
@@ -116,10 +101,6 @@ KERNELS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Tensor, ...]]]] 
 }
 
 
-def leaves(outputs: Any) -> tuple[Tensor, ...]:
-    return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
-
-
 @pytest.mark.parametrize("name", KERNELS)
 def test_saved_tensors_are_those_of_eager_code(name):
     """They agree in number, shape, dtype and order."""
@@ -138,24 +119,3 @@ def test_saved_tensors_are_those_of_eager_code(name):
             run(*inputs)
         found.append(saved)
     assert found[0] and found[0] == found[1]
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("compiled_first", [True, False])
-@pytest.mark.parametrize("name", KERNELS)
-def test_recomputation_on_the_other_path(name, compiled_first):
-    """A compiled forward may be recomputed by eager code, and the reverse."""
-    kernel, make = KERNELS[name]
-    inputs = make()
-    torch.compiler.reset()
-    paths = [kernel, torch.compile(kernel, backend="aot_eager")]
-    if compiled_first:
-        paths.reverse()
-    calls = iter(paths)
-    differentiable = [x for x in inputs if x.requires_grad and (x is inputs[0] or len(leaves(kernel(*inputs))) > 1)]
-    expected = torch.autograd.grad(sum(y.square().sum() for y in leaves(kernel(*inputs))), differentiable)
-    outputs = checkpoint(lambda *inputs: next(calls)(*inputs), *inputs, use_reentrant=False)
-    gradients = torch.autograd.grad(sum(y.square().sum() for y in leaves(outputs)), differentiable)
-    assert next(calls, None) is None, "the region was recomputed"
-    for g, e in zip(gradients, expected, strict=True):
-        torch.testing.assert_close(g, e)

@@ -12,21 +12,16 @@ pytest.importorskip("transformers")
 
 import torch
 from model_zoo import BY_ID, ZOO
-from spies import Flops, Memory
 from test_models import assert_same_step, labelled, step
 from test_models_training import adapted
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu
-from transformers import LlamaConfig, LlamaForCausalLM, Olmo2Config, Olmo2ForCausalLM
 
 import liger_chunked
 from liger_chunked.integrations.transformers import (
     AutoLigerKernelForCausalLM,
     apply_liger_kernel,
-    register_layer,
     revert_liger_kernel,
 )
-from liger_chunked.integrations.transformers.layers import GLU
 from liger_chunked.integrations.transformers.patched_class import is_patched
 
 pytestmark = [
@@ -69,20 +64,6 @@ def test_training_step(name, checkpoints):
     assert found.keys() == expected.keys()
     for parameter, g in expected.items():
         assert (found[parameter] - g).norm() <= 1e-9 * g.norm() + 1e-14, parameter
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma2", "phi3"])
-def test_report_and_revert(name):
-    model = BY_ID[name].build()
-    before = step(model, labelled(BY_ID[name]))[0].loss
-    mlp = type(model.model.layers[0].mlp)
-    applied = apply_liger_kernel(model, tiled_mlp=TOKENS)
-    assert applied.replaced["tiled_mlp"] == {mlp.__name__: 2}
-    assert f"tiled_mlp: {mlp.__name__} x 2" in str(applied)
-    assert "tiled_mlp" not in apply_liger_kernel(model).replaced  # each call patches anew
-    revert_liger_kernel(model)
-    assert type(model.model.layers[0].mlp) is mlp
-    assert torch.equal(step(model, labelled(BY_ID[name]))[0].loss, before)
 
 
 def largest_mlp_input(model: nn.Module, arguments: dict[str, Tensor]) -> int:
@@ -157,42 +138,6 @@ def test_lora(name):
     assert results[1][1] and all("lora" in parameter for parameter in results[1][1])
 
 
-def test_dropout_of_adapters_is_the_same_in_the_backward():
-    """Of three equal runs with one seed, one keeps its tiles' activations: no tile is recomputed."""
-    peft = pytest.importorskip("peft")
-    gradients = []
-    for checkpoints in (None, False, True):
-        model = adapted(peft, "llama", target_modules=["down_proj", "gate_proj"], lora_dropout=0.5)
-        apply_liger_kernel(model, tiled_mlp=TOKENS)
-        if checkpoints is not None:
-            model.gradient_checkpointing_enable({"use_reentrant": checkpoints})
-        model.enable_input_require_grads()
-        torch.manual_seed(5)
-        gradients.append(step(model, labelled(BY_ID["llama"]))[1])
-    kept = adapted(peft, "llama", target_modules=["down_proj", "gate_proj"], lora_dropout=0.5)
-    apply_liger_kernel(kept)
-    for layer in kept.base_model.model.model.layers:
-        layer.mlp = Kept(layer.mlp)
-    torch.manual_seed(5)
-    expected = {name.replace("mlp.mlp", "mlp"): g for name, g in step(kept, labelled(BY_ID["llama"]))[1].items()}
-    for found in gradients:
-        assert found.keys() == expected.keys()
-        for name, g in expected.items():
-            assert (found[name] - g).norm() <= 1e-5 * g.norm() + 1e-9, name
-
-
-class Kept(nn.Module):
-    """An MLP in tiles by autograd, which keeps all activations."""
-
-    def __init__(self, mlp: nn.Module) -> None:
-        super().__init__()
-        self.mlp = mlp
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(1, -1, x.shape[-1]).split(TOKENS, 1)
-        return torch.cat([self.mlp(tile) for tile in rows], 1).view_as(x)
-
-
 def test_copies_and_pickles_keep_their_tiles():
     model = BY_ID["llama"].build()
     apply_liger_kernel(model, tiled_mlp=3)
@@ -201,36 +146,6 @@ def test_copies_and_pickles_keep_their_tiles():
     buffer.seek(0)
     for other in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
         assert largest_mlp_input(other, labelled(BY_ID["llama"])) == 3
-
-
-def test_a_registered_mlp():
-    class Gated(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.act_fn = nn.SiLU()
-            self.a, self.b, self.c = nn.Linear(32, 48), nn.Linear(32, 48), nn.Linear(48, 32)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.c(self.act_fn(self.a(x)) * self.b(x))
-
-    register_layer(Gated, GLU, gate_proj="a", up_proj="b", down_proj="c")
-    model = BY_ID["llama"].build()
-    model.model.layers[0].mlp = Gated()
-    assert apply_liger_kernel(model, tiled_mlp=4).replaced["tiled_mlp"] == {"Gated": 1, "LlamaMLP": 1}
-
-
-@pytest.mark.parametrize("how", [pytest.param("model", marks=pytest.mark.exhaustive), "layers"])
-def test_compile(how):
-    results = []
-    for model in both("llama", torch.float32):
-        if how == "model":
-            model = torch.compile(model, backend="aot_eager")
-        else:
-            for layer in model.model.layers:
-                layer.compile(backend="aot_eager")
-        results.append(step(model, labelled(BY_ID["llama"])))
-        torch._dynamo.reset()
-    assert_same_step(results[1], results[0])
 
 
 def test_compile_with_chosen_tiles():
@@ -247,23 +162,6 @@ def test_short_sequences_do_not_break_graphs():
     apply_liger_kernel(model, tiled_mlp="auto", fused_linear_cross_entropy=False)
     torch.compile(model.model, backend="eager", fullgraph=True)(input_ids=labelled(BY_ID["llama"])["input_ids"])
     torch._dynamo.reset()
-
-
-def test_host_checkpoints():
-    """torch's `save_on_cpu` around a step holds the checkpoints on the host: the same loss and gradients."""
-    results = []
-    for model in both("llama"):
-        model.gradient_checkpointing_enable()
-        arguments = in_double("llama")
-        model.train()
-        with save_on_cpu():
-            loss = model(**arguments).loss
-        loss.backward()
-        results.append((loss.detach(), {name: p.grad for name, p in model.named_parameters()}))
-    (whole, expected), (in_tiles, found) = results
-    assert torch.equal(whole, in_tiles)
-    for name, g in expected.items():
-        assert (found[name] - g).norm() <= 1e-9 * g.norm() + 1e-14, name
 
 
 class Leaf:
@@ -312,34 +210,3 @@ def test_zero_3_without_leaf_modules_is_refused():
             Leaf(module, False)
     with pytest.raises(TypeError, match=r"set_z3_leaf_modules\(model, \[LlamaMLP\]\)"):
         model.train()(**labelled(BY_ID["llama"]))
-
-
-def wide(family: str, tiles: dict[str, Any]) -> Any:
-    """Return one whose MLP is most of a layer, as at real sizes."""
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 256, "num_attention_heads": 2}
-    cls, config = {"llama": (LlamaForCausalLM, LlamaConfig), "olmo2": (Olmo2ForCausalLM, Olmo2Config)}[family]
-    torch.manual_seed(0)
-    model = cls(config(**sizes, num_hidden_layers=2)).train()
-    apply_liger_kernel(model, **tiles)
-    model.gradient_checkpointing_enable()
-    return model
-
-
-@pytest.mark.parametrize("family", ["llama", "olmo2"])  # olmo2: a norm after the MLP
-def test_a_step_costs_no_product_more_and_holds_one_tile(family):
-    ids = torch.randint(64, (1, 1024), generator=torch.Generator().manual_seed(0))
-    flops, peaks = [], []
-    for tiles in ({}, {"tiled_mlp": 64}):
-        model = wide(family, tiles)
-        with Flops() as counter:
-            model(ids, labels=ids).loss.backward()
-        flops.append(counter.total)
-        model.zero_grad()
-        memory = Memory()
-        memory.expect(ids, *model.parameters(), *model.buffers())
-        with memory:
-            model(ids, labels=ids).loss.backward()
-        peaks.append(memory.peak)
-    assert flops[0] == flops[1]
-    activations = 4 * 4 * 1024 * 256  # gate, up, product and gradient, in float32
-    assert peaks[0] - peaks[1] > 0.7 * activations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,12 +13,11 @@ pytest.importorskip("transformers")
 import torch
 import transformers
 from fused import assert_fused, assert_real_logits
-from model_zoo import BY_ID, HIDDEN, VOCAB, Tiny
+from model_zoo import BY_ID, VOCAB, Tiny
 from test_models import assert_same_step, labelled, step
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
-from liger_chunked import linear_token_stats
 from liger_chunked.deferred import defer
 from liger_chunked.integrations.transformers import apply_liger_kernel, attach_head, revert_liger_kernel
 
@@ -28,20 +26,6 @@ pytestmark = [
     # Warnings of PEFT, Trainer and transformers about each other.
     *(pytest.mark.filterwarnings(f"ignore::{kind}Warning") for kind in ("Future", "User", "Deprecation", "Runtime")),
 ]
-
-
-def negative_logps(head, input):
-    """A `head_fn` that returns the mean negative log-likelihood."""
-    options = input.options
-    stats = linear_token_stats(
-        head.weight,
-        input.hidden_states,
-        input.target,
-        head.bias,
-        softcap=options.softcap,
-        logit_scale=options.logit_scale,
-    )
-    return SimpleNamespace(loss=-stats.logps.sum() / (input.target != options.ignore_index).sum())
 
 
 @pytest.fixture
@@ -87,37 +71,6 @@ def test_lora(peft, name, when):
     assert again[0].loss.equal(stock[0].loss)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_a_head_that_peft_trains_in_full(peft, name):
-    """`modules_to_save` copies the head; the loss reads and trains the copy."""
-    model = adapted(peft, name, target_modules=["q_proj"], modules_to_save=["lm_head"])
-    with torch.no_grad():
-        model.base_model.model.lm_head.modules_to_save.default.weight.mul_(1.5)
-    stock = step(model, labelled(BY_ID[name]))
-    apply_liger_kernel(model)
-    ours = step(model, labelled(BY_ID[name]))
-    assert_same_step(ours, stock)
-    assert any("lm_head.modules_to_save" in name for name in ours[1])
-    model.train()
-    with torch.no_grad(), model.disable_adapter():
-        disabled = model(**labelled(BY_ID[name])).loss
-        revert_liger_kernel(model)
-        torch.testing.assert_close(disabled, model(**labelled(BY_ID[name])).loss, rtol=2e-5, atol=0)
-    assert abs(disabled - stock[0].loss) > 1e-3
-
-
-@pytest.mark.parametrize("name", ["gemma2", "granite", "qwen3_moe", "qwen2_vl"])
-def test_lora_on_the_head(peft, name):
-    """With a softcap and tied embeddings, a scale, a load-balancing loss, and images."""
-    model = adapted(peft, name, target_modules=["q_proj", "lm_head"])
-    stock = step(model, labelled(BY_ID[name]))
-    apply_liger_kernel(model)
-    ours = step(model, labelled(BY_ID[name]))
-    assert_same_step(ours, stock)
-    assert_fused(ours[0])
-    assert any("lm_head.lora_A" in name for name in ours[1])
-
-
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_head_with_an_unsupported_adapter_trains_with_logits(peft, when, caplog, monkeypatch):
     """It is patched before or after the adapter is added. `attach_head`, which has no logits to give, refuses it."""
@@ -144,24 +97,6 @@ def test_a_head_with_an_unsupported_adapter_trains_with_logits(peft, when, caplo
     for patch, options in ((apply_liger_kernel, {"fused_linear_cross_entropy": True}), (attach_head, {})):
         with pytest.raises(ValueError, match=refusal):
             patch(model, **options)
-
-
-def test_prompt_learning(peft):
-    """Virtual tokens precede the prompt; PEFT pads the labels that a head_fn gets."""
-    model = BY_ID["llama"].build()
-    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, token_dim=HIDDEN)
-    torch.manual_seed(1)
-    model = peft.get_peft_model(model, config)
-    arguments = labelled(BY_ID["llama"])
-    stock = step(model, arguments)
-    attach_head(model)
-    assert_same_step(step(model, {**arguments, "head_fn": negative_logps}), stock)
-    shape = model(**arguments, head_fn=lambda head, input: input.target.shape)
-    assert shape == (2, 15)
-    apply_liger_kernel(model)
-    ours = step(model, arguments)
-    assert_same_step(ours, stock)
-    assert_fused(ours[0])
 
 
 class Rows(torch.utils.data.Dataset):
@@ -212,35 +147,6 @@ def test_trainer_with_gradient_accumulation(name, tmp_path):
     assert len(ours) == 3 and ours[0] != ours[2]
     assert ours == pytest.approx(stock, rel=2e-5)
     assert evaluation == pytest.approx(stock_evaluation, rel=2e-5)
-
-
-def test_trainer_in_bfloat16(tmp_path):
-    """Trainer keeps its autocast around `model.forward`. A patch below it can be reverted and applied again."""
-    stock, _ = trained(BY_ID["llama"].build(), tmp_path, bf16=True)
-    model, arguments = BY_ID["llama"].build(), labelled(BY_ID["llama"])
-    exact, _ = trained(BY_ID["llama"].build(), tmp_path)
-    apply_liger_kernel(model)
-    ours, _ = trained(model, tmp_path, bf16=True)
-    assert ours != exact and ours == pytest.approx(stock, rel=1e-2)
-    assert_fused(step(model, arguments)[0])
-    revert_liger_kernel(model)
-    assert_real_logits(step(model, arguments)[0])
-    apply_liger_kernel(model)
-    assert_fused(step(model, arguments)[0])
-    assert isinstance(step(model, {**arguments, "skip_logits": False})[0].logits, Tensor)
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma3"])
-def test_gradient_checkpointing(name, reentrant):
-    model, arguments = BY_ID[name].build(), labelled(BY_ID[name])
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    if reentrant:
-        model.enable_input_require_grads()
-    stock = step(model, arguments)
-    apply_liger_kernel(model)
-    assert_same_step(step(model, arguments), stock)
 
 
 def test_accelerate_hooks_stay():

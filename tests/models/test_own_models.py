@@ -17,6 +17,7 @@ from test_forwards import assert_served, assert_trains_as_stock, batch
 from test_models import labelled, step
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.llama import modeling_llama
 
 from liger_chunked import attach_head, liger_rms_norm, logit_options, run_head
 from liger_chunked.integrations.transformers import apply_liger_kernel, layers, overrides, register_layer
@@ -39,10 +40,8 @@ class Own(transformers.LlamaForCausalLM):
         super().__init__(config)
         self.temperature, self.calls, self.scaler = 1.0, 0, Scaler()
         self.register_buffer("mask", torch.zeros(VOCAB), persistent=False)
-        self.register_buffer("count", torch.tensor(1.0), persistent=False)
         self.kept = torch.arange(VOCAB)
-        for name in ("learned", "per_token", "bias"):
-            self.register_parameter(name, nn.Parameter(torch.full((VOCAB,) if name == "per_token" else (), 1.7)))
+        self.learned, self.per_token = (nn.Parameter(torch.full(shape, 1.7)) for shape in ((), (VOCAB,)))
 
     def before(self, h):
         return h
@@ -92,11 +91,6 @@ def counted(self, logits, ids):
     return logits / self.calls
 
 
-def stepped(self, logits, ids):
-    self.count += 1
-    return logits / self.count
-
-
 def without_gradient(self, logits, ids):
     with torch.no_grad():
         return 2 * logits
@@ -109,28 +103,16 @@ def capped_in(training):
 SERVED = {
     "plain": {},
     "a number": {"after": lambda self, logits, ids: logits * 1.7},
-    "a number of the config": {"after": lambda self, logits, ids: logits / self.config.head_divisor},
     "a number before lm_head": {"before": lambda self, h: h * 0.5},
-    "a module without tensors": {"after": lambda self, logits, ids: self.scaler(logits)},
     "softcap": {"after": lambda self, logits, ids: 7.3 * torch.tanh(logits / 7.3)},
-    "in place": {"before": lambda self, h: h.mul_(2)},
-    "float32": {"before": lambda self, h: h.float()},
-    "dropout of zero": {"before": lambda self, h: F.dropout(h, 0.0, self.training)},
-    "the dtype of a parameter": {"before": lambda self, h: h.to(self.lm_head.weight.dtype)},
 }
 
 # A step is fused, and `head_fn` takes the place of its loss.
 SERVED |= {
     "dropout": {"before": lambda self, h: F.dropout(h, 0.3, self.training)},
     "before lm_head": {"before": lambda self, h: h * self.learned},
-    "hidden states": {"before": lambda self, h: h / h.norm()},
     "LayerNorm": {"before": lambda self, h: F.layer_norm(h, h.shape[-1:])},
-    "unit norm": {"before": lambda self, h: F.normalize(h, dim=-1)},
     "training": {"after": capped_in(True)},
-    "evaluation": {"after": capped_in(False)},
-    "its item": {"after": lambda self, logits, ids: logits * self.learned.item()},
-    "length": {"after": lambda self, logits, ids: logits / ids.shape[1]},
-    "samples": {"after": lambda self, logits, ids: logits / len(ids)},
     "mask": {"after": lambda self, logits, ids: logits + self.mask},
     "detached": {"before": lambda self, h: h.detach()},
 }
@@ -138,39 +120,27 @@ SERVED |= {
 # A step is fused; but what happens to the logits is not the same in each call, or no part of a `LogitOptions`.
 FUSED = {
     "calls": {"after": counted},
-    "steps": {"after": stepped},
-    "a buffer": {"after": lambda self, logits, ids: logits * self.count},
     "grad mode": {"after": lambda self, logits, ids: logits if torch.is_grad_enabled() else logits / 2},
 }
 
 # A step needs logits, and has stock's loss and gradients.
 WITH_LOGITS = {
     "parameter": {"after": lambda self, logits, ids: logits * self.learned},
-    "its exponential": {"after": lambda self, logits, ids: logits * self.learned.exp()},
-    "its clamp": {"after": lambda self, logits, ids: logits / self.learned.clamp(min=1)},
-    "one per token": {"after": lambda self, logits, ids: logits * self.per_token},
     "bias": {"after": lambda self, logits, ids: logits + self.per_token},
-    "one bias": {"after": lambda self, logits, ids: logits + self.bias},
     "learned softcap": {"after": lambda self, logits, ids: self.learned * torch.tanh(logits / self.learned)},
     "index": {"after": lambda self, logits, ids: logits[..., self.kept]},
-    "norm of the weight": {"after": lambda self, logits, ids: logits / self.lm_head.weight.norm()},
     "own product": {
         "after": lambda self, logits, ids: F.linear(F.linear(logits, self.lm_head.weight.T), self.lm_head.weight)
     },
     "mask of a sample": {"masked": lambda self, logits, mask: logits * mask.float().mean(1)[:, None, None]},
-    "mask of positions": {"masked": lambda self, logits, mask: logits * mask[..., None]},
-    "logits": {"after": lambda self, logits, ids: logits / logits.norm()},
     "shifted": {"after": lambda self, logits, ids: logits.roll(1, 1)},
-    "clamp": {"after": lambda self, logits, ids: logits.clamp(-50, 50)},
     "banned": {"after": lambda self, logits, ids: logits.index_fill(-1, torch.tensor([3, 5]), -1e4)},
-    "part of the gradient": {"after": lambda self, logits, ids: logits + (logits - logits.detach())},
     "embeddings": {"after": lambda self, logits, ids: logits + self.model.embed_tokens.weight.sum()},
 }
 
 # Fused or not: what these do is theirs, and the results are stock's.
 EITHER = {
     "tokens": {"after": lambda self, logits, ids: logits * (ids.float().mean() / 50)},
-    "mask of the batch": {"masked": lambda self, logits, mask: logits * mask.float().mean()},
     "probabilities": {"after": lambda self, logits, ids: logits.log_softmax(-1)},
     "two heads": {"after": lambda self, logits, ids: logits + self.lm_head(2 * self.last)},
 }
@@ -244,14 +214,6 @@ def test_a_number_that_changes_after_patching(of):
         assert_served(model)
 
 
-def test_a_switch_that_changes_after_patching():
-    model = own(after=lambda self, logits, ids: 5 * torch.tanh(logits / 5) if self.config.use_softcap else logits)
-    for on in (True, False, True):
-        model.config.use_softcap = on
-        assert logit_options(model).softcap == (5.0 if on else None)
-        assert_served(model)
-
-
 def test_a_head_fn_without_a_gradient():
     model, arguments = own(after=lambda self, logits, ids: logits / 2), batch()
     attach_head(model)
@@ -289,10 +251,7 @@ def test_a_forward_of_ones_own_is_fused():
 
 LOSSES = {
     "plus one": lambda self, loss, outputs: loss + 1,
-    "twice in training": lambda self, loss, outputs: 2 * loss if self.training else loss,
     "without most of its gradient": lambda self, loss, outputs: loss.detach() + 0.1 * loss,
-    "hidden states": lambda self, loss, outputs: loss + outputs.last_hidden_state.square().mean(),
-    "embeddings": lambda self, loss, outputs: loss + self.model.embed_tokens.weight.square().mean(),
     "the head's weight": lambda self, loss, outputs: loss + self.lm_head.weight.square().mean(),
 }
 
@@ -314,12 +273,6 @@ def test_a_loss_without_some_tokens(token):
         assert abs(model(**batch()).loss - own()(**batch()).loss) > 1e-3
     assert_trains_as_stock(model)
     assert_served(model)
-
-
-def test_a_loss_without_masked_tokens():
-    model = own(trained=lambda self, labels, mask: labels if mask is None else labels.where(mask == 1, -100))
-    arguments = batch()
-    assert_trains_as_stock(model, **{**arguments, "labels": arguments["input_ids"]})
 
 
 # Layers.
@@ -429,6 +382,19 @@ def test_a_layer_that_cannot_be_registered(layer, names, message, table):
     with pytest.raises(ValueError, match=message):
         register_layer(Norm, layer, **names)
     assert overrides.binding_of(Norm) is None
+
+
+@pytest.mark.parametrize(
+    ("cls", "layer", "message"),
+    [
+        ("LlamaMLP", layers.GLU, "cls must be a class of modules, got 'LlamaMLP'"),
+        (Norm, "GLU", r"layer must be a Layer, such as layers\.RMS_NORM, got 'GLU'"),
+        (modeling_llama.LlamaAttention, layers.GLU, "forward of LlamaAttention must take one tensor"),
+    ],
+)
+def test_what_is_no_layer(cls, layer, message, table):
+    with pytest.raises((TypeError, ValueError), match=message):
+        register_layer(cls, layer)
 
 
 def test_a_layer_that_is_laid_out_differently_is_left_alone(table):

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("trl")
-os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
 import tiny
 import torch

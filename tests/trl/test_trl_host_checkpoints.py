@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 import torch
 
 pytest.importorskip("trl")
-os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
 import tiny
 from torch import Tensor

@@ -18,7 +18,7 @@ import torch
 import trl
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
-from trl_kinds import KINDS, PLAIN, SEQUENCES, Log, assert_same, build, of_family, rare, recorder, run
+from trl_kinds import KINDS, PLAIN, SEQUENCES, Log, assert_same, build, rare, recorder, run
 
 from liger_chunked import (
     Clipped,
@@ -204,19 +204,6 @@ def test_weights_of_examples(tmp_path, case):
         assert float(value.detach()) == pytest.approx(float((weights * torch.stack(parts)).mean()), rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["DPO", "KTO"])
-def test_weights_of_one_are_no_weights(train, kind):
-    loss = {"DPO": LigerFusedLinearDPOLoss(beta=0.1), "KTO": LigerFusedLinearKTOLoss(beta=0.1)}[kind]
-    data = tiny.dataset({"DPO": "pairs", "KTO": "unpaired"}[kind])
-    ones, twos = (data.add_column("sample_weight", [x] * len(data)) for x in (1, 2.0))
-    plain = train(kind, ours=True, loss=loss, train_dataset=data)
-    assert_same(train(kind, ours=True, loss=loss, train_dataset=ones), plain)
-    # The logged norm of the first step is of the same weights; later ones differ by what Adam made of it.
-    assert train(kind, ours=True, loss=loss, train_dataset=twos)[0]["grad_norm"] == pytest.approx(
-        2 * plain[0]["grad_norm"], rel=1e-5
-    )
-
-
 def test_both_completions_have_the_weight_of_their_pair(tmp_path):
     """KTO makes two examples of a pair."""
     data = weighted("DPO", "chosen")
@@ -367,33 +354,7 @@ def test_a_loss_without_a_reference_needs_none(train):
     assert_same(alone, unread)
 
 
-def test_kto_without_a_reference_needs_none(train):
-    """Its rewards are then log-probabilities."""
-    logs = train("KTO", ours=True, loss=LigerFusedLinearKTOLoss(beta=0.1, use_ref_model=False), ref_model=None)
-    for entry in logs[:4]:
-        assert entry["rewards/chosen"] == pytest.approx(0.1 * entry["logps/chosen"], rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("kind", "family"),
-    [
-        ("DPO", "softcap"),
-        rare("GRPO", "softcap"),
-        rare("KTO", "experts"),
-    ],
-)
-def test_a_loss_takes_the_models_transform(train, kind, family):
-    loss = {
-        "DPO": LigerFusedLinearDPOLoss(beta=0.1),
-        "KTO": LigerFusedLinearKTOLoss(beta=0.1),
-        "GRPO": LigerFusedLinearGRPOLoss(reduction="dapo"),
-    }[kind]
-    stock = train(kind, ours=False, config=PLAIN, **of_family(kind, family))
-    ours = train(kind, ours=True, config=PLAIN, loss=loss, **of_family(kind, family))
-    assert_same(ours, stock, common=True)
-
-
-REFUSED = {
+REFUSED: dict[str, Any] = {
     "another-kind": ("KTO", LigerFusedLinearDPOLoss(), r"LigerKTOTrainer takes a LigerFusedLinearUnpaired.*DPOLoss"),
     "no-loss": ("RLOO", LigerFusedLinearGRPOLoss(), "LigerRLOOTrainer takes no loss"),
     "a-class": ("DPO", LigerFusedLinearDPOLoss, "got the class LigerFusedLinearDPOLoss"),
@@ -418,14 +379,30 @@ REFUSED = {
         "a mean over tokens, got reduction='none'",
     ),
     "other-labels": ("Distillation", LigerFusedLinearJSDLoss(ignore_index=-1), "the loss has ignore_index=-1"),
+    "a-function-too": (
+        "SFT",
+        LigerFusedLinearCrossEntropyLoss(),
+        "loss= and compute_loss_func both take the place",
+        {"compute_loss_func": len},
+    ),
+    **{
+        f"a-precomputed-reference-of-{kind}": (
+            kind,
+            loss,
+            "takes no reference, got precompute_ref_log_probs=True",
+            {"config": {"precompute_ref_log_probs": True}, "ref_model": None},
+        )
+        for kind, loss in (("DPO", LigerFusedLinearSimPOLoss()), ("KTO", LigerFusedLinearKTOLoss(use_ref_model=False)))
+    },
 }
 
 
+@pytest.mark.filterwarnings("ignore:`compute_loss_func` is deprecated:FutureWarning")
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_loss_that_does_not_fit_is_refused(tmp_path, case):
-    kind, loss, message = REFUSED[case]
+    kind, loss, message, *arguments = REFUSED[case]
     with pytest.raises((TypeError, ValueError), match=message):
-        build(tmp_path, kind, ours=True, loss=loss)
+        build(tmp_path, kind, ours=True, loss=loss, **dict(*arguments))
 
 
 def test_a_reference_without_a_kl_term(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -560,18 +537,6 @@ def test_a_budget_beside_a_loss(tmp_path, monkeypatch):
     assert trainer._heads.plain.logits_budget == 2**20
 
 
-@pytest.mark.filterwarnings("ignore:`compute_loss_func` is deprecated:FutureWarning")
-def test_a_loss_beside_compute_loss_func(tmp_path):
-    with pytest.raises(ValueError, match=r"loss= and compute_loss_func both take the place"):
-        build(tmp_path, "SFT", ours=True, loss=LigerFusedLinearCrossEntropyLoss(), compute_loss_func=len)
-
-
-def test_settings_of_a_reference_that_the_loss_refuses(tmp_path):
-    for kind, loss in (("DPO", LigerFusedLinearSimPOLoss()), ("KTO", LigerFusedLinearKTOLoss(use_ref_model=False))):
-        with pytest.raises(ValueError, match=r"takes no reference, got precompute_ref_log_probs=True"):
-            build(tmp_path, kind, ours=True, config={"precompute_ref_log_probs": True}, loss=loss, ref_model=None)
-
-
 def test_precomputed_sums_for_a_loss_of_tokens(tmp_path, monkeypatch):
     """They are refused before anything is loaded, and before the reference runs over the data set."""
     config = KINDS["DPO"].config_class()(
@@ -596,32 +561,3 @@ def test_precomputed_sums_for_a_loss_of_tokens(tmp_path, monkeypatch):
     message = r"Compares needs reference log-probabilities per token, .* so that the reference runs in each step$"
     with pytest.raises(ValueError, match=message):
         build(tmp_path, "KTO", ours=True, config={"precompute_ref_log_probs": True}, loss=Compares())
-
-
-# Only the loss reads `ld_alpha`, and the reference runs in each step.
-def test_ld_alpha_with_a_reference_that_is_not_precomputed(train):
-    stock = train("DPO", ours=False, config={"ld_alpha": 0.5})
-    ours = train("DPO", ours=True, config={"ld_alpha": 0.5}, loss=LigerFusedLinearDPOLoss(ld_alpha=0.5))
-    assert_same(ours, stock, common=True)
-
-
-def without_labels(batch: dict[str, Any]) -> dict[str, Any]:
-    return {**batch, "labels": torch.full_like(batch["labels"], -100)}
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("items", [0, torch.tensor(0)], ids=["int", "tensor"])
-def test_a_step_without_items(tmp_path, items):
-    """All labels are ignored, and the trainer counted no item: the loss is 0, and so is every gradient."""
-    trainer = build(tmp_path, "SFT", ours=True, loss=LigerFusedLinearCrossEntropyLoss())
-    batch = without_labels(next(iter(trainer.get_train_dataloader())))
-    value = trainer.compute_loss(trainer.model, batch, num_items_in_batch=items)
-    value.backward()
-    assert value == 0
-    gradients = [p.grad for p in trainer.model.parameters() if p.grad is not None]
-    assert gradients and not any(g.any() for g in gradients)
-
-
-def test_a_transform_that_is_not_the_models_is_refused(train):
-    with pytest.raises(ValueError, match=r"the loss has softcap=5.0, but the model is trained with softcap=None"):
-        train("DPO", ours=True, loss=LigerFusedLinearDPOLoss(softcap=5.0))

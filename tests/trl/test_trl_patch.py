@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import importlib
-import math
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -16,14 +14,12 @@ import pytest
 pytest.importorskip("trl")
 
 import tiny
-import torch
-from fused import asked_logits, is_deferred
+from fused import asked_logits
 from torch import nn
 from trl.trainer import utils
-from trl_kinds import KINDS, PATCHED, PLAIN, assert_same, build, log_of, run, set_head
+from trl_kinds import KINDS, PATCHED, PLAIN, assert_same, build, log_of, run
 
 from liger_chunked.integrations import trl as integration
-from liger_chunked.integrations.transformers import apply_liger_kernel
 from liger_chunked.integrations.trl import patch, patch_trl
 from liger_chunked.integrations.trl.patch import ServedTrainer
 
@@ -215,40 +211,6 @@ def test_an_evaluation_has_the_precision_of_the_training(tmp_path: Path) -> None
         losses.append(trainer.evaluate()["eval_loss"])
     exact = build(tmp_path, "SFT", PATCHED, {**SHORT, "learning_rate": 0.0}, evaluate=True).evaluate()["eval_loss"]
     assert losses[1] == pytest.approx(losses[0], rel=1e-3) and losses[1] != exact
-
-
-def test_equal_models_have_margins_of_zero(tmp_path: Path) -> None:
-    log = run(tmp_path, "DPO", PATCHED, SHORT, model=tiny.model(), ref_model=tiny.model())
-    assert log[0]["rewards/margins"] == 0 and log[0]["rewards/chosen"] == 0
-    log = run(tmp_path, "DPO", PATCHED, {**SHORT, "precompute_ref_log_probs": True}, ref_model=None)
-    assert abs(log[0]["rewards/chosen"]) < 1e-5
-
-
-def test_beside_a_patch_of_the_model(tmp_path: Path) -> None:
-    """Layers stay patched, and the model's own loss stays fused after the trainer."""
-    model = tiny.model()
-    apply_liger_kernel(model)
-    before = state_of(model)
-    assert_same(run(tmp_path, "ORPO", PATCHED, SHORT, model=model), run(tmp_path, "ORPO", False, SHORT), entries=3)
-    assert state_of(model) == before
-    ids = torch.arange(4, 12)[None]
-    assert is_deferred(model(ids, labels=ids).logits)
-
-
-def test_a_copy_of_a_model_runs_on_its_own_weights() -> None:
-    model = tiny.model()
-    heads = set_head(model)
-    twin = copy.deepcopy(model)
-    with torch.no_grad():
-        twin.lm_head.weight.zero_()
-    ids = torch.tensor([[5, 6, 7]])
-    assert twin(ids, labels=ids, fused_lm_head=True).loss.item() == pytest.approx(math.log(300))
-    assert not twin(ids).logits.any()
-    heads.take_off()
-    assert type(model.lm_head) is nn.Linear and model(ids).logits.any()
-    other = set_head(twin)  # a copy of a model with a head has no trainer to go back to
-    other.take_off()
-    assert type(twin.lm_head) is nn.Linear
 
 
 @pytest.mark.parametrize("name", ["ORPO", "A2PO", "TPO", "SDPO"])

@@ -1,101 +1,29 @@
-"""Adapters under our trainers: logs as in stock, a frozen head gets no gradient, and no adapter is ignored."""
+"""Adapters on the head under our trainers: logs as in stock, and a frozen head gets no gradient."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("trl")
-os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
 import tiny
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from spies import Memory
+from test_quantized_head import stand_in_torchao
+from torch import nn
 from trl.trainer.utils import FusedCausalLMOutput
-from trl_kinds import KINDS, Log, assert_same, build, rare, run
-
-from liger_chunked import LigerFusedLinearDPOLoss
+from trl_kinds import KINDS, Log, assert_same, build, lora, rare, run
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*is deprecated and will be removed in v6:FutureWarning",
     # PEFT, about modules_to_save in a model with tied embeddings.
     "ignore:Model has `tie_word_embeddings=True`:UserWarning",
 )
-
-
-def lora(kind: str, target_modules: tuple[str, ...] = ("q_proj", "v_proj"), **config: Any) -> dict[str, Any]:
-    """Return the arguments of a trainer with a nonzero adapter. The reference is the model without it."""
-    adapter = LoraConfig(r=4, target_modules=list(target_modules), init_lora_weights=False, **config)
-    return {"peft_config": adapter, **({"ref_model": None} if "ref_model" in KINDS[kind].arguments() else {})}
-
-
-@pytest.fixture
-def assert_logs_what_trl_logs(tmp_path: Path) -> Callable[..., None]:
-    def check(
-        kind: str, own: Callable[[], dict[str, Any]], config: dict[str, Any] | None = None, loss: Any = None
-    ) -> None:
-        def seeded(ours: bool, **loss: Any) -> Log:
-            torch.manual_seed(0)
-            return run(tmp_path, kind, ours, config=config, **own(), **loss)
-
-        given = {} if loss is None else {"loss": loss}
-        assert_same(seeded(ours=True, **given), seeded(ours=False), common=loss is not None)
-
-    return check
-
-
-CASES = [
-    ("SFT", {}),
-    ("DPO", {}),
-    rare("DPO", {"loss_type": "ipo"}),
-    rare("DPO", {"loss_type": "aot"}),
-    rare("DPO", {"loss_type": "robust", "label_smoothing": 0.1}),
-    ("KTO", {}),
-    ("ORPO", {}),
-    rare("CPO", {}),
-    rare("CPO", {"loss_type": "simpo", "cpo_alpha": 0.0}),
-    ("GKD", {}),
-    ("Distillation", {"beta": 0.5}),
-    ("GRPO", {"beta": 0.1}),
-    rare("RLOO", {"beta": 0.1}),
-]
-
-
-@pytest.mark.parametrize(("kind", "config"), CASES, ids=str)
-def test_lora(assert_logs_what_trl_logs, kind, config):
-    assert_logs_what_trl_logs(kind, functools.partial(lora, kind), config)
-
-
-@pytest.mark.parametrize(
-    ("kind", "family"),
-    [("SFT", "llama"), rare("KTO", "llama"), ("DPO", "softcap"), ("ORPO", "softcap"), rare("GKD", "llama")],
-)
-def test_a_head_and_embeddings_trained_in_full(assert_logs_what_trl_logs, kind, family):
-    """This includes models that tie them."""
-
-    def own() -> dict[str, Any]:
-        return {**lora(kind, modules_to_save=["lm_head", "embed_tokens"]), "model": tiny.model(family)}
-
-    assert_logs_what_trl_logs(kind, own, {"optim": "sgd", "learning_rate": 0.02})
-
-
-@pytest.mark.parametrize("loss", [None, LigerFusedLinearDPOLoss(beta=0.1)], ids=["swap", "loss"])
-def test_prompt_tuning(assert_logs_what_trl_logs, tmp_path, loss):
-    """Virtual tokens precede the others in the policy, but not in the reference."""
-
-    def own() -> dict[str, Any]:
-        peft_config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-        return {"peft_config": peft_config, "ref_model": None}
-
-    assert_logs_what_trl_logs("DPO", own, loss=loss)
 
 
 def head_on_logits(
@@ -141,29 +69,19 @@ ON_THE_HEAD = [
 
 
 @pytest.mark.parametrize(("kind", "config"), ON_THE_HEAD, ids=str)
-def test_lora_on_the_head(assert_logs_what_trl_logs, monkeypatch, kind, config):
+def test_lora_on_the_head(tmp_path, monkeypatch, kind, config):
     """The reference is the model without adapters. TRL refuses such an adapter unless its head is replaced."""
     for cls in KINDS[kind].stock().__mro__:
         module = sys.modules[cls.__module__]
         if "add_fused_lm_head" in vars(module):
             monkeypatch.setattr(module, "add_fused_lm_head", head_on_logits)
             monkeypatch.setattr(module, "BaseTunerLayer", type("NoAdapter", (), {}))
-    assert_logs_what_trl_logs(kind, functools.partial(lora, kind, ("q_proj", "lm_head"), use_rslora=True), config)
 
-
-@pytest.mark.exhaustive
-def test_distillation_with_lora_on_the_head(tmp_path):
-    """The first loss is that of the merged model. TRL's own loss reads the weight without the adapter."""
-
-    def first_loss(merged: bool) -> float:
+    def seeded(ours: bool) -> Log:
         torch.manual_seed(0)
-        model = get_peft_model(tiny.model(), lora("Distillation", ("q_proj", "lm_head"))["peft_config"])
-        if merged:
-            model = model.merge_and_unload().requires_grad_()
-        torch.manual_seed(1)
-        return run(tmp_path, "Distillation", ours=True, config={"beta": 0.5, "max_steps": 1}, model=model)[0]["loss"]
+        return run(tmp_path, kind, ours, config=config, **lora(kind, ("q_proj", "lm_head"), use_rslora=True))
 
-    assert first_loss(merged=False) == pytest.approx(first_loss(merged=True), rel=1e-5)
+    assert_same(seeded(ours=True), seeded(ours=False))
 
 
 def test_dora_on_the_head_is_refused(tmp_path):
@@ -192,3 +110,20 @@ def test_a_frozen_head_has_no_gradient(tmp_path, kind, trained):
         trainer.train()
     of_the_head = VOCABULARY * 32 * 4
     assert memory.largest >= of_the_head if trained else memory.largest < of_the_head / 3
+
+
+@pytest.mark.parametrize(("kind", "config"), [("DPO", {}), rare("SFT", {}), rare("GRPO", {"beta": 0.1})])
+def test_quantized_head(tmp_path, kind, config):
+    """The same logs as with the dequantized weight, under an adapter."""
+
+    def log(quantized: bool) -> Log:
+        torch.manual_seed(0)
+        model = tiny.model()
+        module, weight = stand_in_torchao(model.lm_head.weight.detach())
+        if not quantized:
+            module = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+            module.weight = nn.Parameter(weight)
+        model.lm_head = module
+        return run(tmp_path, kind, ours=True, config=config, model=model, **lora(kind, ("q_proj", "lm_head")))
+
+    assert_same(log(quantized=True), log(quantized=False))

@@ -1,22 +1,26 @@
-"""ORPO, CPO, SimPO, DPO's options and DFT against TRL's code, on full logits in float64."""
+"""The losses on pairs and examples, DFT and the generalized JSD against TRL's code, on full logits in float64."""
 
 from __future__ import annotations
 
 import os
 from collections import defaultdict
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import eager
 import pytest
 import torch
-from table import SMALL, Batch, evaluate, pairs, relative_error, tokens
+from eager.dpo import LOSS_TYPES
+from table import LABELS, SMALL, Batch, evaluate, examples, pairs, relative_error, students, tokens
 from torch import Tensor, nn
 
 from liger_chunked import (
     LigerFusedLinearCPOLoss,
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDPOLoss,
+    LigerFusedLinearJSDLoss,
+    LigerFusedLinearKTOLoss,
     LigerFusedLinearORPOLoss,
     LigerFusedLinearSimPOLoss,
 )
@@ -24,9 +28,11 @@ from liger_chunked import (
 pytest.importorskip("trl")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
-from test_trl import trl_loss as trl_dpo_loss
 from trl.experimental.cpo.cpo_trainer import CPOTrainer
+from trl.experimental.gkd.gkd_trainer import GKDTrainer
 from trl.experimental.orpo.orpo_trainer import ORPOTrainer
+from trl.trainer.dpo_trainer import DPOTrainer
+from trl.trainer.kto_trainer import KTOTrainer
 from trl.trainer.sft_trainer import SFTTrainer
 
 BUDGET = 8 * 9 * SMALL.vocab  # nine tokens
@@ -146,27 +152,92 @@ def test_simpo_is_trls_cpo(nll):
     assert_equal_to_trl(loss, CPOTrainer, pairs(SMALL, seed=0, ref=None), **theirs)
 
 
+class Model(nn.Module):
+    """The interface that TRL's loss needs from a model: statistics of given hidden states.
+
+    KTO's mismatched completions are recognized by their length.
+    """
+
+    is_gradient_checkpointing = False
+
+    def __init__(self, batch: Batch, prefix: str = "") -> None:
+        super().__init__()
+        self.head = batch[f"{prefix}weight"], batch[f"{prefix}bias"]
+        names = (f"{prefix}input", f"{prefix}kl_input")
+        self.states = {batch[name].shape[1]: batch[name] for name in names if name in batch}
+
+    def forward(self, labels: Tensor, **_: Any) -> SimpleNamespace:
+        (weight, bias), target = self.head, labels[:, 1:]
+        outputs = ("logps", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
+        stats = eager.token_stats(weight, self.states[target.shape[1]], target, bias, outputs=outputs)
+        return SimpleNamespace(log_probs=stats.pop("logps"), **stats)
+
+
+def trl_dpo_loss(batch: Batch, loss_types: list[str], loss_weights: list[float], **settings: Any) -> Tensor:
+    """Run `DPOTrainer._compute_loss` on a trainer with only the attributes that it reads."""
+    policy = Model(batch)
+    trainer = SimpleNamespace(
+        model=policy,
+        ref_model=Model(batch, "ref_"),
+        accelerator=SimpleNamespace(device="cpu", gather=lambda x: x, gather_for_metrics=lambda x: x),
+        args=SimpleNamespace(gradient_checkpointing_kwargs=None, discopop_tau=0.05),
+        aux_loss_enabled=False,
+        ld_alpha=None,
+        precompute_ref_logps=False,
+        f_divergence_type="reverse_kl",
+        use_weighting=False,
+        loss_types=loss_types,
+        loss_weights=loss_weights,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+    vars(trainer).update(settings)
+    # TRL shifts: the hidden state at t - 1 predicts the token at t.
+    before = torch.full_like(batch["target"][:, :1], -100)
+    labels = torch.cat([before, batch["target"]], dim=1)
+    inputs = {
+        "input_ids": labels.clamp(min=0),
+        "attention_mask": torch.ones_like(labels),
+        "completion_mask": (labels != -100).long(),
+    }
+    return DPOTrainer._compute_loss(trainer, policy, inputs, False)
+
+
+# TRL uses label_smoothing in these; in "sigmoid" it ignores it.
+SMOOTHED = ("exo_pair", "robust", "aot", "aot_unpaired")
+
+
+def assert_dpo_equal_to_trl(
+    settings: dict[str, Any], loss_type: str | list[str], exact: float = 1e-11, dtype: torch.dtype = torch.float64
+) -> None:
+    batch = {name: x.to(dtype) if x.is_floating_point() else x for name, x in pairs(SMALL, seed=0).items()}
+    loss_types = [loss_type] if isinstance(loss_type, str) else loss_type
+    weights = settings.pop("loss_weights", [1.0] * len(loss_types))
+    loss = LigerFusedLinearDPOLoss(loss_type=loss_type, loss_weights=weights, **settings, logits_budget=BUDGET)
+    ours = evaluate(lambda batch: loss(**batch)[0], batch)
+    settings = {"beta": 0.1, "label_smoothing": 0.0, **settings}
+    theirs = evaluate(lambda batch: trl_dpo_loss(batch, loss_types, weights, **settings), batch)
+    for name in ours:
+        assert relative_error(ours[name], theirs[name]) < exact, name
+
+
+@pytest.mark.parametrize("loss_type", [*LOSS_TYPES, ["sigmoid", "bco_pair", "sft"]], ids=str)
+def test_dpo(loss_type):
+    smoothing = {"label_smoothing": 0.1} if loss_type in SMOOTHED else {}
+    weights = [0.8, 0.2, 1.0][: 1 if isinstance(loss_type, str) else len(loss_type)]
+    # TRL converts its label smoothing to float32, so its logarithm has an error of 1e-8.
+    exact = 1e-6 if loss_type == "exo_pair" else 1e-12
+    assert_dpo_equal_to_trl({**smoothing, "loss_weights": weights}, loss_type, exact)
+
+
 DPO = {
     "forward_kl": {"f_divergence_type": "forward_kl"},
     "js_divergence": {"f_divergence_type": "js_divergence"},
     "ld_alpha": {"ld_alpha": 0.3},
-    "ld_alpha-0": {"ld_alpha": 0.0},
     "wpo": {"use_weighting": True},
     "js-ld-wpo": {"f_divergence_type": "js_divergence", "ld_alpha": 0.6, "use_weighting": True},
 }
-
-
-def assert_dpo_equal_to_trl(
-    settings: dict[str, Any], loss_type: str | list[str], exact: float, dtype: torch.dtype
-) -> None:
-    batch = {name: x.to(dtype) if x.is_floating_point() else x for name, x in pairs(SMALL, seed=0).items()}
-    loss = LigerFusedLinearDPOLoss(loss_type=loss_type, **settings, logits_budget=BUDGET)
-    loss_types = [loss_type] if isinstance(loss_type, str) else loss_type
-    ours = evaluate(lambda batch: loss(**batch)[0], batch)
-    settings = {"beta": 0.1, "label_smoothing": 0.0, **settings}
-    theirs = evaluate(lambda batch: trl_dpo_loss(batch, loss_types, [1.0] * len(loss_types), **settings), batch)
-    for name in ours:
-        assert relative_error(ours[name], theirs[name]) < exact, name
 
 
 @pytest.mark.parametrize("loss_type", ["sigmoid", "hinge", "ipo", "sigmoid_norm", "discopop"])
@@ -174,18 +245,12 @@ def assert_dpo_equal_to_trl(
 def test_dpo_options(case, loss_type):
     if loss_type == "hinge" and "use_weighting" in DPO[case]:
         pytest.skip("TRL writes its weights over the output of relu, and fails in backward")
-    assert_dpo_equal_to_trl(DPO[case], loss_type, 1e-11, torch.float64)
+    assert_dpo_equal_to_trl({**DPO[case]}, loss_type)
 
 
 @pytest.mark.parametrize("loss_type", ["apo_zero", "aot", ["sft", "apo_zero"]])
 def test_dpo_length_desensitized_with_every_kind_of_loss(loss_type):
-    assert_dpo_equal_to_trl({"ld_alpha": 0.3}, loss_type, 1e-11, torch.float64)
-
-
-def test_sft_alone_reads_no_ld_alpha():
-    for loss_type in ("sft", ["sft", "sft"]):
-        with pytest.raises(ValueError, match=r"ld_alpha=0.3 is not read by loss_type 'sft'"):
-            LigerFusedLinearDPOLoss(loss_type=loss_type, ld_alpha=0.3)
+    assert_dpo_equal_to_trl({"ld_alpha": 0.3}, loss_type)
 
 
 @pytest.mark.parametrize("alpha", [0.5, 0.9, 1.0, 1.3])
@@ -193,6 +258,23 @@ def test_dpo_alpha_divergence(alpha):
     """TRL computes it in float32 only."""
     settings = {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": alpha}
     assert_dpo_equal_to_trl(settings, "sigmoid", FLOAT32, torch.float32)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("num_items", [None, 37])
+def test_jsd(beta, num_items):
+    batch, settings = students(SMALL, seed=0), {"beta": beta, "temperature": 0.9}
+
+    def theirs(batch: Batch) -> Tensor:
+        student, teacher = (batch[f"{x}input"] @ batch[f"{x}weight"].T + batch[f"{x}bias"] for x in ("", "teacher_"))
+        return GKDTrainer.generalized_jsd_loss(
+            student, teacher, labels=batch["target"], num_items_in_batch=num_items, **settings
+        )
+
+    soft = LigerFusedLinearJSDLoss(**settings, weight_hard_loss=0.0, weight_soft_loss=1.0)
+    ours, exact = evaluate(lambda b: soft(**b, num_items=num_items)[0], batch), evaluate(theirs, batch)
+    for name in exact:
+        assert relative_error(ours[name], exact[name]) < 1e-12, name
 
 
 @pytest.mark.parametrize("num_items", [None, 37])
@@ -217,3 +299,84 @@ def test_dft(num_items):
     theirs = SFTTrainer.compute_loss(trainer, model, {"labels": batch["target"]}, num_items_in_batch=num_items)
     ours = LigerFusedLinearCrossEntropyLoss(dft=True)(**batch, num_items=num_items)
     assert relative_error(ours, theirs) < 1e-12
+
+
+def trl_kto_loss(batch: Batch, precomputed: bool, **settings: Any) -> tuple[Tensor, dict[str, list[float]]]:
+    """Run `KTOTrainer._compute_loss` on a trainer with only the attributes that it reads, and return its logs too."""
+    policy = Model(batch)
+    metrics: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    trainer = SimpleNamespace(
+        model=policy,
+        ref_model=Model(batch, "ref_"),
+        accelerator=SimpleNamespace(device="cpu", gather_for_metrics=lambda x: x),
+        args=SimpleNamespace(gradient_checkpointing_kwargs=None),
+        aux_loss_enabled=False,
+        precompute_ref_logps=precomputed,
+        calculate_KL=settings["loss_type"] == "kto",
+        _metrics=metrics,
+        _total_train_tokens=0,
+        _tp_size=1,
+        **settings,
+    )
+    trainer._compute_kl_logps = partial(KTOTrainer._compute_kl_logps, trainer)
+
+    # TRL shifts: the hidden state at t - 1 predicts the token at t.
+    def shifted(target: Tensor, prefix: str = "") -> Batch:
+        labels = torch.cat([torch.full_like(target[:, :1], -100), target], dim=1)
+        return {
+            f"{prefix}input_ids": labels.clamp(min=0),
+            f"{prefix}attention_mask": torch.ones_like(labels),
+            f"{prefix}completion_mask": (labels != -100).long(),
+        }
+
+    inputs = {"label": batch["preference_labels"], **shifted(batch["target"]), **shifted(batch["kl_target"], "KL_")}
+    if precomputed:
+        ref = Model(batch, "ref_")
+        for name, prefix in (("ref_logps", ""), ("ref_KL_logps", "KL_")):
+            labels = inputs[f"{prefix}input_ids"].masked_fill(inputs[f"{prefix}completion_mask"] == 0, -100)
+            inputs[name] = ref(labels).log_probs.sum(1)
+    return KTOTrainer._compute_loss(trainer, policy, inputs, False), metrics["train"]
+
+
+def sample(labels: str, sign: str) -> Batch:
+    """Make mismatched completions that are longer, and likelier or less likely under the policy than the reference."""
+    batch = examples(SMALL, seed=11, labels=labels)
+    others = examples(SMALL._replace(length=SMALL.length + 2), seed=12, mismatched="states")
+    batch |= {name: others[name] for name in ("kl_input", "kl_target", "ref_kl_input")}
+    if sign == "negative":
+        batch["kl_input"] = 100 * batch["kl_input"]
+    return batch
+
+
+SETTINGS = {"beta": 0.07, "desirable_weight": 1.3, "undesirable_weight": 0.6}
+
+
+@pytest.mark.parametrize("budget", [None, 8 * 9 * SMALL.vocab], ids=["auto", "packs"])
+@pytest.mark.parametrize("sign", ["positive", "negative"])
+@pytest.mark.parametrize("labels", LABELS)
+@pytest.mark.parametrize("precomputed", [False, True], ids=["ref-states", "ref-logps"])
+@pytest.mark.parametrize("loss_type", ["kto", "apo_zero_unpaired"])
+def test_kto(loss_type, precomputed, labels, sign, budget):
+    batch = sample(labels, sign)
+    settings = {**SETTINGS, "loss_type": loss_type}
+    module = LigerFusedLinearKTOLoss(logits_budget=budget, **settings)
+    read = [name for name in batch if loss_type == "kto" or "kl_" not in name]
+
+    def ours(batch: Batch) -> Tensor:
+        return module(**{name: batch[name] for name in read})[0]
+
+    result = evaluate(ours, batch)
+    exact = evaluate(lambda batch: trl_kto_loss(batch, precomputed, **settings)[0], batch)
+    for name in exact:
+        assert relative_error(result[name], exact[name]) < 1e-12, name
+
+    _, metrics = module(**{name: batch[name] for name in read})
+    _, logged = trl_kto_loss(batch, precomputed, **settings)
+    assert (metrics.reference_point > 0) == (loss_type == "kto" and sign == "positive")
+    assert metrics.reference_point.item() == pytest.approx(logged["kl"][0], rel=1e-12)
+    for side, present in (("chosen", metrics.chosen_count), ("rejected", metrics.rejected_count)):
+        for ours_, theirs in (("rewards", "rewards"), ("logps", "logps"), ("logits_mean", "logits")):
+            expected = logged[f"{theirs}/{side}"]
+            assert len(expected) == (present > 0)
+            if expected:
+                assert getattr(metrics, f"{side}_{ours_}").item() == pytest.approx(expected[0], rel=1e-12)

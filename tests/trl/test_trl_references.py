@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 import torch
 
 pytest.importorskip("trl")
-os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
 import tiny
 from sampling import exhaustive
@@ -21,7 +19,6 @@ from torch import Tensor, nn
 from trl_kinds import build
 
 from liger_chunked import LigerFusedLinearDPOLoss, LigerFusedLinearKTOLoss
-from liger_chunked.integrations.transformers import apply_liger_kernel, detach_head
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
@@ -72,40 +69,6 @@ def test_a_copy_of_the_trained_model_is_the_reference(tmp_path, kind, loss):
         assert got[0] == pytest.approx(first, rel=5e-3)
         assert abs(got[-1] - first) > 0.02 < abs(expected[-1] - first)
         assert got == pytest.approx(expected, rel=0.02)
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("patched", [False, True], ids=["", "base-kernels"])
-@pytest.mark.parametrize("detached", [False, True], ids=["", "detached"])
-def test_a_copy_after_training_runs_on_its_own_weights(tmp_path, detached, patched):
-    chain = Chain(tmp_path, True)
-    if patched:
-        apply_liger_kernel(chain.model)
-    model = chain.sft().model
-    if detached:
-        detach_head(model)
-    before = copy.deepcopy(model)
-    ids = torch.randint(4, 260, (2, 5), generator=torch.Generator().manual_seed(0))
-    sampled = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-    expected = model.eval().generate(ids, **sampled)
-    expected_logits = model(ids).logits.detach()
-    assert torch.equal(before.eval().generate(ids, **sampled), expected)
-    with torch.no_grad():
-        for x in model.parameters():
-            x.zero_()
-    assert torch.equal(before.generate(ids, **sampled), expected)
-    assert torch.equal(before(ids).logits, expected_logits)
-    assert not model(ids).logits.any()
-
-
-@pytest.mark.parametrize("kind", ["DPO", "KTO"])
-def test_a_reference_after_detach_head(tmp_path, kind):
-    chain = Chain(tmp_path, True).sft()
-    detach_head(chain.model)
-    expected = Chain(tmp_path, False).sft().aligned(kind)
-    got = chain.aligned(kind)
-    assert abs(got[-1] - got[0]) > 0.02
-    assert got == pytest.approx(expected, rel=0.02)
 
 
 @pytest.mark.parametrize("kind", ["DPO", "KTO"])

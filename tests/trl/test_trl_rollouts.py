@@ -169,16 +169,6 @@ def test_gradients_with_and_without_skipping(name: str, share_prefix: bool | str
     assert any(g is not None and g.abs().max() > 1e-3 for g in found[0][0])
 
 
-@pytest.mark.parametrize("name", ["dapo", "luspo", "cispo", rare("grpo"), rare("bnpo"), rare("dr_grpo")])
-def test_metrics_of_a_loss(name: str, tmp_path: Path) -> None:
-    config = {"num_iterations": 2} if name in ("cispo", "grpo") else {}
-    logs = [
-        trained(tmp_path, "GRPO", config, reward_funcs=[tied], model=ends_soon(), loss=LOSSES[name](), **skip)[0]
-        for skip in ({}, {"skip_zero_advantage": False})
-    ]
-    assert_same(*map(without_times, logs))
-
-
 def test_entropy_between_logging_steps(tmp_path: Path) -> None:
     """At other steps no pass runs for metrics, and the entropy is that of the logging steps."""
     log, widths, _ = trained(tmp_path, "GRPO", {"logging_steps": 2}, reward_funcs=[tied])
@@ -246,12 +236,6 @@ def test_other_gradients_keep_all_sequences(case: str, tmp_path: Path) -> None:
     assert all(n == 2 for n, _ in widths.with_gradient) and widths.tokens > 40
     with pytest.raises(ValueError, match=f"skip_zero_advantage=True: .*{reason}"):
         build(tmp_path, "GRPO", True, {**ROLLOUTS, **config}, loss=loss(), skip_zero_advantage=True, **reference)
-
-
-def test_router_losses_keep_all_sequences(tmp_path: Path) -> None:
-    config = {"max_steps": 1}
-    _, widths, _ = trained(tmp_path, "GRPO", config, reward_funcs=[all_tied], model=tiny.model("experts"))
-    assert all(n == 2 for n, _ in widths.with_gradient)
 
 
 def test_losses_of_a_user(tmp_path: Path) -> None:
@@ -334,17 +318,6 @@ def test_an_unknown_setting(tmp_path: Path) -> None:
         build(tmp_path, "GRPO", True, ROLLOUTS, skip_zero_advantage="always")
     with pytest.raises(TypeError, match="kept_ids must be True or False"):
         build(tmp_path, "GRPO", True, ROLLOUTS, kept_ids="yes")
-
-
-def test_an_adapter(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
-    logs = []
-    for skip in ("auto", False):
-        torch.manual_seed(0)
-        arguments = {"reward_funcs": [tied], "peft_config": copy.deepcopy(config), "skip_zero_advantage": skip}
-        logs.append(without_times(trained(tmp_path, "GRPO", {}, **arguments)[0]))
-    assert_same(*logs)
 
 
 # Kept ids

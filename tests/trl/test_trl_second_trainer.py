@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import copy
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("trl")
-os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
 import tiny
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
 from torch import nn
 from transformers import PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
@@ -102,24 +100,6 @@ def test_two_trainers_in_turns(tmp_path: Path, first: bool | str, second: bool |
 
 
 @pytest.mark.parametrize("first_is_ours", [True, False])
-@pytest.mark.parametrize("second_is_ours", [True, False])
-def test_adapter_of_a_second_trainer(tmp_path: Path, first_is_ours: bool, second_is_ours: bool) -> None:
-    """PEFT calls `forward` of the model that it wraps, and not the model."""
-
-    def adapted(model: PreTrainedModel) -> nn.Module:
-        torch.manual_seed(0)
-        lora = LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
-        peft: nn.Module = get_peft_model(model, lora)
-        return peft
-
-    model = tiny.model()
-    run(tmp_path, "SFT", first_is_ours, SHORT, model=model)
-    weights, config = weights_of(model), {**SHORT, "temperature": 0.7, "entropy_coef": 0.01}
-    stock = run(tmp_path, "GRPO", False, config, model=adapted(fresh(weights)))
-    assert_same(run(tmp_path, "GRPO", second_is_ours, config, model=adapted(model)), stock, entries=3)
-
-
-@pytest.mark.parametrize("first_is_ours", [True, False])
 @pytest.mark.parametrize(("first", "second"), [(True, False), (False, True), (True, True)])
 def test_precision_of_the_second_trainer(tmp_path: Path, first: bool, second: bool, first_is_ours: bool) -> None:
     """accelerate prepares a model once: neither the first trainer's autocast nor its absence outlives the trainer."""
@@ -130,30 +110,6 @@ def test_precision_of_the_second_trainer(tmp_path: Path, first: bool, second: bo
     assert run(tmp_path, "GRPO", True, config, model=model) == expected
     # As the second trainer found it: TRL's own trainers leave their head, and accelerate's autocast.
     assert ("forward" in vars(model)) != first_is_ours
-
-
-def test_precision_of_an_adapter(tmp_path: Path) -> None:
-    """accelerate prepares PEFT's wrapper, around the model with the head."""
-
-    def adapted(model: PreTrainedModel) -> Any:
-        torch.manual_seed(0)
-        return get_peft_model(model, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
-
-    model = adapted(tiny.model())
-    run(tmp_path, "SFT", True, {**SHORT, "bf16": True}, model=model)
-    new = adapted(tiny.model())
-    new.load_state_dict(model.state_dict())
-    expected = run(tmp_path, "GRPO", True, {**SHORT, **CONFIGS["RLOO"]}, model=new)
-    assert run(tmp_path, "GRPO", True, {**SHORT, **CONFIGS["RLOO"]}, model=model) == expected
-
-
-def test_precision_of_a_second_reference(tmp_path: Path) -> None:
-    """A reference that was trained in bfloat16 is prepared anew too."""
-    reference = tiny.model(seed=2)
-    run(tmp_path, "SFT", True, {**SHORT, "bf16": True}, model=reference)
-    new = fresh(weights_of(reference))
-    expected = run(tmp_path, "DPO", True, SHORT, ref_model=new)
-    assert run(tmp_path, "DPO", True, SHORT, ref_model=reference) == expected
 
 
 def outputs(model: nn.Module) -> Any:
@@ -200,21 +156,3 @@ def test_kernels_on_a_trainers_model(tmp_path: Path) -> None:
     trainer.train()
     revert_liger_kernel(model)
     assert type(model) is type(tiny.model()) and type(model.lm_head) is nn.Linear
-
-
-@pytest.mark.parametrize("ours", [False, True])
-@pytest.mark.parametrize("name", ["GRPO", "RLOO", "OnlineDPO", "Distillation"])
-def test_trainers_that_sample(tmp_path: Path, name: str, ours: bool) -> None:
-    """They sample from a patched model in training mode, which then gives real logits."""
-    model = tiny.model()
-    apply_liger_kernel(model)
-    kinds: list[type] = []
-
-    def note(module: nn.Module, args: Any, output: Any) -> None:
-        if module.training and getattr(output, "logits", None) is not None and output.logits.shape[1] == 1:
-            kinds.append(type(output.logits))
-
-    trainer = build(tmp_path, name, ours, {"max_steps": 1}, model=model)
-    model.register_forward_hook(note)
-    trainer.train()
-    assert kinds and set(kinds) == {torch.Tensor}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,17 +11,14 @@ import pytest
 import torch
 
 pytest.importorskip("trl")
-os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
 import tiny
 from datasets import Dataset
 from peft import LoraConfig, PromptTuningConfig
 from spies import Memory
 from torch import Tensor
-from transformers import LlamaForCausalLM
-from transformers.modeling_outputs import CausalLMOutput
 from trl import DPOConfig
-from trl_kinds import KINDS, PLAIN, SEQUENCES, SHARING, Log, assert_same, build, run
+from trl_kinds import KINDS, PLAIN, SEQUENCES, SHARING, Log, build, run
 
 from liger_chunked import (
     LigerFusedLinearDPOLoss,
@@ -180,25 +175,11 @@ def test_no_tensor_of_the_size_of_the_logits(tmp_path, monkeypatch, kind):
     assert weight_gradient <= memory.largest <= 1.2 * weight_gradient < logits / 2
 
 
-def test_log_of_the_saving(tmp_path, caplog):
-    caplog.set_level(logging.INFO, logger="liger_chunked")
-    data = long_prompts("DPO")
-    run(tmp_path, "DPO", True, PLAIN, train_dataset=data, share_prefix="auto")
-    ours = [record.getMessage() for record in caplog.records if record.name.startswith("liger_chunked")]
-    assert len(ours) == 2  # policy and reference
-    assert all(text.startswith("LlamaForCausalLM computes shared prompts once: ") for text in ours)
-
-
 def test_auto_steps_aside_where_little_is_saved(tmp_path, monkeypatch):
     short = Dataset.from_list([{**row, "prompt": row["prompt"][:1]} for row in tiny.rows(scale=2)])
     passes = Passes(monkeypatch)
     run(tmp_path, "DPO", True, PLAIN, train_dataset=short, share_prefix="auto")
     assert passes.n >= 8 and not passes.shared
-
-
-def test_off(tmp_path, monkeypatch):
-    monkeypatch.setattr(heads, "share_pass", None)
-    run(tmp_path, "DPO", True, PLAIN, train_dataset=long_prompts("DPO"), share_prefix=False)
 
 
 @pytest.mark.parametrize("size", ["cp_size", "sp_size"])
@@ -266,57 +247,6 @@ def test_positions_that_count_padding():
         share.share_pass(llama, arguments([[1] * 8 + [0] * 4 + [1] * 4] * 2), always=True)
 
 
-class OwnForward(LlamaForCausalLM):
-    """As remote code may be: its backbone gets no positions."""
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> CausalLMOutput:
-        return CausalLMOutput(logits=self.lm_head(self.model(input_ids=input_ids, attention_mask=attention_mask)[0]))
-
-
-def wrapped_forward(model: Any) -> Any:
-    own = model.forward
-    model.forward = lambda input_ids, attention_mask=None, **kwargs: own(
-        input_ids=input_ids, attention_mask=attention_mask
-    )
-    return model
-
-
-@pytest.mark.parametrize("of", ["class", "instance"])
-def test_a_forward_that_drops_positions_is_not_shared(tmp_path, of):
-    """A trie needs them; the model's own forward runs, so what it does with them is what counts."""
-
-    def own() -> Any:
-        if of == "instance":
-            return wrapped_forward(tiny.model())
-        model = OwnForward(tiny.model().config)
-        model.load_state_dict(tiny.model().state_dict())
-        return model
-
-    given = {"train_dataset": long_prompts("DPO"), "config": {**PLAIN, "max_steps": 1}}
-    plain, shared = (run(tmp_path, "DPO", True, model=own(), share_prefix=s, **given) for s in (False, "auto"))
-    assert shared[0]["loss"] == pytest.approx(plain[0]["loss"], rel=1e-6)
-    with pytest.raises(ValueError, match="cannot share prompts"):
-        run(tmp_path, "DPO", True, model=own(), share_prefix=True, **given)
-
-
-@pytest.mark.parametrize("share_prefix", [True, False])
-@pytest.mark.parametrize("register", ["register_forward_hook", "register_full_backward_hook"])
-def test_hook_of_the_head(tmp_path, register, share_prefix):
-    """A hook that looks at shapes changes nothing. One that needs logits, or their gradient, is refused in words."""
-    given = {"train_dataset": long_prompts("DPO"), "share_prefix": share_prefix}
-    config = {**PLAIN, "max_steps": 1}
-    expected = run(tmp_path, "DPO", True, config, model=tiny.model(), **given)
-    model, shapes = tiny.model(), []
-    getattr(model.lm_head, register)(lambda head, of_input, of_output: shapes.append(of_output[0].shape))
-    assert_same(run(tmp_path, "DPO", True, config, model=model, **given), expected, entries=2)
-    assert shapes
-    model = tiny.model()
-    getattr(model.lm_head, register)(lambda head, of_input, of_output: print(of_output[0].norm()))
-    refusal = r"norm at .* takes real ones|hook reads the gradient of logits"
-    with pytest.raises((ValueError, RuntimeError), match=refusal):
-        run(tmp_path, "DPO", True, config, model=model, **given)
-
-
 @pytest.mark.parametrize("loss", [None, LigerFusedLinearDPOLoss(beta=0.1)], ids=["swap", "loss"])
 def test_policy_with_a_router_loss_and_its_reference(tmp_path, monkeypatch, loss):
     """The policy cannot share prompts, so its reference does not: equal models give margins of exactly zero."""
@@ -326,9 +256,3 @@ def test_policy_with_a_router_loss_and_its_reference(tmp_path, monkeypatch, loss
     log = run(tmp_path, "DPO", True, {"learning_rate": 0.0}, **arguments)
     assert [(entry["rewards/margins"], entry["rewards/accuracies"]) for entry in log[:4]] == [(0, 0)] * 4
     assert not passes.shared
-
-
-def test_router_loss_is_refused_with_sharing(tmp_path):
-    arguments = {"model": tiny.model("experts"), "ref_model": tiny.model("experts"), "share_prefix": True}
-    with pytest.raises(ValueError, match=r"cannot share prompts: its router loss"):
-        build(tmp_path, "DPO", True, train_dataset=long_prompts("DPO"), **arguments)

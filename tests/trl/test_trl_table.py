@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,7 +14,8 @@ pytest.importorskip("trl")
 
 import tiny
 import torch
-from spies import Memory
+from peft import PromptTuningConfig
+from sampling import exhaustive
 from torch import Tensor
 from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
@@ -24,18 +24,24 @@ from trl_kinds import (
     PATCHED,
     PLAIN,
     SEQUENCES,
-    SHARING,
     Log,
     assert_same,
     build,
     log_of,
+    lora,
     measured,
     of_family,
     rare,
     recorder,
+    run,
 )
 
-from liger_chunked import LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss, LigerFusedLinearKTOLoss
+from liger_chunked import (
+    LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearGRPOLoss,
+    LigerFusedLinearKTOLoss,
+)
 from liger_chunked.integrations.trl import patch_trl
 
 pytestmark = [
@@ -94,27 +100,105 @@ def test_logs_what_trl_logs(train, kind, config):
     assert_same(train(kind, ours=PATCHED, config=config, evaluate=evaluate), stock)
 
 
+class FewArguments(LlamaForCausalLM):
+    """As remote code may be: its forward takes no cache, which TRL passes to backbones."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, return_dict: bool = True) -> Any:
+        hidden = self.model(input_ids=input_ids, attention_mask=attention_mask)[0]
+        return CausalLMOutput(logits=self.lm_head(hidden))
+
+
+def few_arguments(kind: str) -> dict[str, Any]:
+    few = FewArguments(tiny.model().config)
+    few.load_state_dict(tiny.model().state_dict())
+    return {"model": few, "config": PLAIN}
+
+
+def in_full(kind: str, family: str = "llama") -> dict[str, Any]:
+    adapted = lora(kind, modules_to_save=["lm_head", "embed_tokens"])
+    return {**adapted, "model": tiny.model(family), "config": PLAIN}
+
+
+def prompt_tuning(kind: str) -> dict[str, Any]:
+    """Virtual tokens precede the others in the policy, but not in the reference."""
+    return {"peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "ref_model": None}
+
+
+def images(kind: str) -> dict[str, Any]:
+    models = {
+        name: tiny.vision_model(seed)
+        for seed, name in enumerate(("model", "ref_model", "teacher_model"))
+        if name == "model" or name in KINDS[kind].arguments()
+    }
+    # Images need all of their tokens.
+    whole = {"max_length": None} if kind in ("SFT", "DPO", "KTO") else {}
+    data = tiny.vision_dataset("completions" if kind == "SFT" else KINDS[kind].data)
+    config = {**PLAIN, **whole, "max_steps": 2, "max_grad_norm": 0.1}
+    return {**models, "train_dataset": data, "processing_class": tiny.processor(), "config": config}
+
+
+# Of trainers whose default leaves a term out.
+BETAS = {"Distillation": 0.5, "GRPO": 0.1, "RLOO": 0.1}
+# Arguments of a trainer, and changes to its config. The families have logits transforms, tied embeddings, and the
+# load-balancing loss of a mixture of experts.
+SETTINGS: dict[str, Callable[[str], dict[str, Any]]] = {
+    **{
+        family: lambda kind, family=family: {**of_family(kind, family), "config": PLAIN}
+        for family in ("softcap", "scaled", "experts")
+    },
+    "smoothed-softcap": lambda kind: {
+        **of_family(kind, "softcap"), "config": {**PLAIN, "label_smoothing_factor": 0.1},
+    },
+    "lora": lambda kind: {**lora(kind), "config": {"beta": BETAS[kind]} if kind in BETAS else {}},
+    "in-full": in_full,
+    "in-full-tied": lambda kind: in_full(kind, "softcap"),
+    "prompt-tuning": prompt_tuning,
+    "few-arguments": few_arguments,
+    "images": images,
+}  # fmt: skip
+LOSSES: dict[str, Callable[[], Any]] = {
+    "SFT": LigerFusedLinearCrossEntropyLoss,
+    "DPO": lambda: LigerFusedLinearDPOLoss(beta=0.1),
+    "KTO": lambda: LigerFusedLinearKTOLoss(beta=0.1),
+    "GRPO": lambda: LigerFusedLinearGRPOLoss(reduction="dapo"),
+}
+OFTEN = {
+    *(("ORPO", "softcap"), ("GKD", "softcap"), ("Distillation", "scaled"), ("SFT", "experts"), ("GRPO", "experts")),
+    *(("SFT", "smoothed-softcap"), ("SFT", "few-arguments"), ("DPO", "prompt-tuning")),
+    *((kind, "lora") for kind in ("SFT", "DPO", "KTO", "ORPO", "GKD", "Distillation", "GRPO")),
+    *(("SFT", "in-full"), ("DPO", "in-full-tied"), ("ORPO", "in-full-tied")),
+    *((kind, "images") for kind in ("SFT", "DPO", "GRPO")),
+}
+SELDOM = {
+    *((kind, "softcap") for kind in ("SFT", "DPO", "CPO", "Distillation")),
+    *(("SFT", "scaled"), ("CPO", "scaled"), ("CPO", "lora"), ("RLOO", "lora"), ("KTO", "in-full"), ("GKD", "in-full")),
+    *((kind, "experts") for kind in ("DPO", "KTO", "ORPO", "CPO")),
+    *(("KTO", "images"), ("Distillation", "images")),
+}
+WITH_LOSS = {
+    ("DPO", "softcap"): False, ("GRPO", "softcap"): True, ("KTO", "experts"): True, ("DPO", "prompt-tuning"): False,
+    ("DPO", "images"): False, ("GRPO", "images"): False, ("SFT", "images"): True, ("KTO", "images"): True,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("kind", "family"),
+    ("kind", "setting", "has_loss"),
     [
-        *((kind, "softcap") for kind in ("ORPO", "GKD")),
-        *(rare(kind, "softcap") for kind in ("SFT", "DPO", "CPO", "Distillation")),
-        ("Distillation", "scaled"),
-        *(rare(kind, "scaled") for kind in ("SFT", "CPO")),
-        *((kind, "experts") for kind in ("SFT", "GRPO")),
-        *(rare(kind, "experts") for kind in ("DPO", "KTO", "ORPO", "CPO")),
-        ("SFT-smoothed", "softcap"),
-        rare("SFT-smoothed", "experts"),
-        rare("SFT-smoothed", "scaled"),
+        *(exhaustive((*row, False), "-".join(row), row in SELDOM) for row in sorted(OFTEN | SELDOM)),
+        *(exhaustive((*row, True), "-".join((*row, "loss")), is_rare) for row, is_rare in WITH_LOSS.items()),
     ],
 )
-def test_families(train, kind, family):
-    """Covers logits transforms, tied embeddings, and the load-balancing loss of a mixture of experts."""
-    config = PLAIN
-    if kind == "SFT-smoothed":
-        kind, config = "SFT", {**PLAIN, "label_smoothing_factor": 0.1}
-    stock = train(kind, ours=False, config=config, **of_family(kind, family))
-    assert_same(train(kind, ours=PATCHED, config=config, **of_family(kind, family)), stock)
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+def test_in_a_setting(tmp_path: Path, kind: str, setting: str, has_loss: bool) -> None:
+    """Our class of the trainer, if there is one, or else TRL's under `patch_trl`."""
+
+    def seeded(ours: bool, **loss: Any) -> Log:
+        own = SETTINGS[setting](kind)
+        torch.manual_seed(0)
+        return run(tmp_path, kind, ours, **own, **loss)
+
+    ours = seeded(ours=True, **({"loss": LOSSES[kind]()} if has_loss else {}))
+    assert_same(ours, seeded(ours=False), common=has_loss, entries=3 if setting == "images" else 5)
 
 
 @pytest.mark.parametrize("kind", ["SFT", "DPO", "ORPO", "GRPO", rare("KTO"), rare("GKD")])
@@ -125,13 +209,6 @@ def test_gradient_checkpointing_and_autocast(train, kind):
     for mine, theirs in zip(ours[:4], stock[:4], strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=0.02)
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=0.05)
-
-
-@pytest.mark.parametrize("kind", ["SFT", "DPO", "ORPO", "GRPO"])
-def test_liger_kernels_own_switch_is_refused(tmp_path, kind):
-    """Its losses would silently replace our heads."""
-    with pytest.raises(ValueError, match=r"use_liger_kernel=True activates the package Liger-Kernel, .* leave it off"):
-        build(tmp_path, kind, ours=PATCHED, config={"use_liger_kernel": True})
 
 
 @pytest.mark.filterwarnings("ignore:`return_outputs=True`:FutureWarning")
@@ -169,12 +246,15 @@ VOCABULARY = 300
 
 @pytest.mark.parametrize("name", KINDS)
 def test_without_logits(tmp_path: Path, name: str) -> None:
-    """Two steps give stock's parameters, with no tensor of more rows of logits than the budget, and few products."""
-    rows, runs = 8, []
+    """Two steps give stock's parameters, with no tensor of more rows of logits than the budget, and few products.
+
+    So does an evaluation after them, where TRL's trainer has one.
+    """
+    rows, runs, evaluate = 8, [], name != "OnlineDPO"
     for budget in (None, rows * VOCABULARY * 4):
         with nullcontext() if budget is None else patch_trl(logits_budget=budget):
-            trainer = build(tmp_path, name, config={**PLAIN, "max_steps": 2})
-        runs.append((measured(trainer), trainer))
+            trainer = build(tmp_path, name, config={**PLAIN, "max_steps": 2}, evaluate=evaluate)
+        runs.append((measured(trainer, evaluate), trainer))
     (stock, of_stock), (ours, patched) = runs
     assert ours.rows <= rows < stock.rows, f"{ours.rows} rows of logits in {ours.where}, {stock.rows} in stock"
     # A chunk of a loss over the budget is projected once more, a token of a router or a metric too.
@@ -186,90 +266,14 @@ def test_without_logits(tmp_path: Path, name: str) -> None:
     assert vars(patched.model).keys() <= vars(of_stock.model).keys()
 
 
-SCALE, WIDE = 4, 1500
-
-
-# GRPO's and RLOO's trainers share their head.
-_SIZED = [*((kind, {}) for kind in KINDS if kind != "RLOO"), ("SFT", {"label_smoothing_factor": 0.1})]
-
-
-@pytest.mark.parametrize(
-    ("kind", "settings", "ours"),
-    [
-        *((*case, True) for case in _SIZED if case[0] in ("SFT", "DPO", "GRPO", "CPO", "GKD")),
-        *(rare(*case, True) for case in _SIZED if case[0] not in ("SFT", "DPO", "GRPO", "CPO", "GKD")),
-        ("ORPO", {}, False),
-        rare("RLOO", {}, True),
-        *(rare(*case, False) for case in [*_SIZED, ("RLOO", {})] if case != ("ORPO", {})),
-    ],
-    ids=str,
-)
-def test_no_tensor_of_the_size_of_the_logits(train, kind, settings, ours):
-    """During a run with evaluation, no tensor is larger than the head's gradient or the attention scores.
-
-    Stock builds logits or, without a GPU, a tile of that size. This shows that the measurement can fail.
-    """
-    budget = 64 * 1024
-    config = {"max_steps": 1, "optim": "sgd", "gradient_accumulation_steps": 1}
-    config |= {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 4}
-    config |= {name: 24 for name in ("max_completion_length", "max_new_tokens") if name in KINDS[kind].config}
-    config |= {"num_generations": 4} if kind in ("GRPO", "RLOO") else {}
-    config |= settings
-
-    models = {
-        name: tiny.model(seed=seed, vocab_size=WIDE)
-        for seed, name in enumerate(("model", "ref_model", "teacher_model"))
-        if name == "model" or name in KINDS[kind].arguments()
-    }
-    memory = Memory()
-    memory.expect(*(parameter for model in models.values() for parameter in model.parameters()))
-    # Shared prompts have dense masks here (test_trl_shared_prefix.py).
-    own = {"logits_budget": budget, **({"share_prefix": False} if kind in SHARING else {})}
-    with memory:
-        train(
-            kind,
-            ours=ours,
-            config=config,
-            evaluate=kind != "OnlineDPO",
-            train_dataset=tiny.dataset(KINDS[kind].data, SCALE),
-            **models,
-            **(own if ours else {}),
-        )
-    n_tokens = 8 * 28 if kind == "SFT" else 8 * 16
-    logits = n_tokens * WIDE * 4
-    weight_gradient = WIDE * 32 * 4
-    if ours:
-        assert weight_gradient <= memory.largest <= 1.5 * weight_gradient < logits / 2
-    else:
-        assert memory.largest > logits
-
-
-class FewArguments(LlamaForCausalLM):
-    """As remote code may be: its forward takes no cache."""
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, return_dict: bool = True) -> Any:
-        hidden = self.model(input_ids=input_ids, attention_mask=attention_mask)[0]
-        return CausalLMOutput(logits=self.lm_head(hidden))
-
-
-@pytest.mark.parametrize(("kind", "own"), [("SFT", {}), ("DPO", {"share_prefix": False})], ids=["SFT", "DPO"])
-def test_a_forward_of_few_arguments(train, kind, own):
-    """TRL passes `use_cache` to backbones; ours runs the model's own forward."""
-
-    def model() -> Any:
-        few = FewArguments(tiny.model().config)
-        few.load_state_dict(tiny.model().state_dict())
-        return few
-
-    stock = train(kind, ours=False, config=PLAIN, model=model())
-    assert_same(train(kind, ours=PATCHED, config=PLAIN, model=model(), **own), stock)
-
-
-def test_trl_keeps_its_own_head(train):
-    """TRL's function is restored after a trainer is built, even if that fails."""
-    module = importlib.import_module("trl.trainer.dpo_trainer")
-    before = module.add_fused_lm_head
-    with pytest.raises(ValueError, match="cannot be the same object"):
-        model = tiny.model()
-        train("DPO", ours=PATCHED, model=model, ref_model=model)
-    assert module.add_fused_lm_head is before
+def test_a_data_set_with_images_keeps_all_sequences(tmp_path: Path) -> None:
+    """Also a batch without images: a rank that skips sequences may run a pass more, and the others wait for it."""
+    for data, skips in ((tiny.vision_dataset("prompts"), False), (tiny.dataset("prompts"), True)):
+        own = {"train_dataset": data, "processing_class": tiny.processor(), "model": tiny.vision_model()}
+        trainer = build(tmp_path, "GRPO", True, **own)
+        assert (trainer._why_not_skipped() is None) == skips
+        trainer.model.train()
+        # Two prompts of two tokens, with completions of three. One prompt has no advantage.
+        batch = {name: torch.ones(2, n, dtype=torch.int64) for name, n in (("prompt_ids", 2), ("completion_ids", 3))}
+        batch |= {"prompt_mask": batch["prompt_ids"], "completion_mask": batch["completion_ids"]}
+        assert (trainer._live({**batch, "advantages": torch.tensor([0.0, 1.0])}) is not None) == skips

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 import torch
 
 pytest.importorskip("trl")
-os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
 import tiny
 from peft import LoraConfig, get_peft_model

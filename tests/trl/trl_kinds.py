@@ -20,6 +20,7 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 import pytest
 import tiny
 from datasets import Dataset
+from peft import LoraConfig
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -291,6 +292,12 @@ def set_head(model: Any, **settings: Any) -> Heads:
     return heads
 
 
+def lora(kind: str, target_modules: tuple[str, ...] = ("q_proj", "v_proj"), **config: Any) -> dict[str, Any]:
+    """Return the arguments of a trainer with a nonzero adapter. The reference is the model without it."""
+    adapter = LoraConfig(r=4, target_modules=list(target_modules), init_lora_weights=False, **config)
+    return {"peft_config": adapter, **({"ref_model": None} if "ref_model" in KINDS[kind].arguments() else {})}
+
+
 _OF_WEIGHTS = {"t", "transpose", "detach", "alias", "view", "expand"}  # and of what is no new tensor
 _PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm"}
 
@@ -332,8 +339,8 @@ class Measured(TorchDispatchMode):
         return result
 
 
-def measured(trainer: Any) -> Measured:
-    """Train, and measure the steps without their sampling, which reads logits of one position at a time."""
+def measured(trainer: Any, evaluate: bool = False) -> Measured:
+    """Train, evaluate, and measure this without the sampling, which reads logits of one position at a time."""
     watched = Measured(trainer.model.config.vocab_size)
     generate = GenerationMixin.generate
 
@@ -345,6 +352,8 @@ def measured(trainer: Any) -> Measured:
     try:
         with watched:
             trainer.train()
+            if evaluate:
+                trainer.evaluate()
     finally:
         GenerationMixin.generate = generate
     return watched
