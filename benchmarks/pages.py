@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import BASELINE, OURS, OURS_SHARED, STOCK
-from benchmarks.headline import LAYERS
+from benchmarks.headline import LAYERS, alone_table
 from benchmarks.report import FAMILIES, Run, kernels_markdown, name_and_shape, newest, over_eager, spaced
 
 Row = dict[str, Any]
@@ -197,6 +197,10 @@ def shared_steps(folder: Path) -> str:
     return f"{table(header, rows)}\n\n{named(run, 'transformers', 'trl', 'liger-kernel')}"
 
 
+def alone(folder: Path) -> str:
+    return alone_table(folder)
+
+
 TABLES: dict[str, Callable[[Path], str]] = {
     make.__name__: make
     for make in (
@@ -207,6 +211,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
         errors,
         trainer_steps,
         shared_steps,
+        alone,
     )
 }
 
