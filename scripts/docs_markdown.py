@@ -10,7 +10,7 @@ CODE = re.compile(r"(^ *```.*?^ *```|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 # A paper's number, alone or with what names it; not in a link.
 ARXIV = re.compile(r"(?:(?<!\]\()(?<!<)https://arxiv\.org/abs/|\barXiv:? ?|(?<![\w./[]))(\d{4}\.\d{5})\b")
 LINK = r"[\1](https://arxiv.org/abs/\1)"
-PAGE = re.compile(r"`?docs/([\w-]+)\.md`?")
+PAGE = re.compile(r"`?docs/((?:[\w-]+/)*([\w-]+)\.md(?:#[\w-]+)?)`?")
 
 
 def page_markdown(text: str) -> str:
@@ -27,7 +27,7 @@ def page_markdown(text: str) -> str:
 def docstring_markdown(docstring: str) -> str:
     """Return a docstring whose examples are blocks of code, and whose papers and pages are links.
 
-    The links to pages are for reference pages, which are one folder below the others.
+    The links to pages are for reference pages, which are in a folder of `docs/`; mkdocs checks them.
     """
     paragraphs = []
     for paragraph in docstring.split("\n\n"):
@@ -35,5 +35,5 @@ def docstring_markdown(docstring: str) -> str:
             indent = " " * (len(paragraph) - len(paragraph.lstrip(" ")))
             paragraphs.append(f"{indent}```pycon\n{paragraph.rstrip()}\n{indent}```")
         else:
-            paragraphs.append(PAGE.sub(r"[\1](../../\1/)", ARXIV.sub(LINK.replace("[", "[arXiv ", 1), paragraph)))
+            paragraphs.append(PAGE.sub(r"[\2](../\1)", ARXIV.sub(LINK.replace("[", "[arXiv ", 1), paragraph)))
     return "\n\n".join(paragraphs)

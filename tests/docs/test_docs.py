@@ -219,6 +219,13 @@ def test_no_block_of_the_first_pages_is_left_out():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_lines_of_code_fit_the_column(page):
+    """88 characters at 1280 pixels; `style.css` has the size of the letters."""
+    wide = [line for block in blocks(page) for line in block.code.splitlines() if len(line) > 88]
+    assert not wide
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_relative_links_point_to_files(page):
     links = [link for link in LINK.findall(page.read_text()) if not re.match(r"[a-z]+:|#", link)]
     missing = [link for link in links if not (page.parent / link.partition("#")[0]).exists()]
