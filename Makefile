@@ -70,7 +70,7 @@ bench-models:
 
 # Needs matplotlib.
 figures:
-	$(PYTHON) -m benchmarks.figures --table docs/benchmarks.md --convergence docs/convergence.md \
+	$(PYTHON) -m benchmarks.figures --table docs/benchmarks.md --convergence docs/evidence.md \
 		--headline README.md docs/index.md --pages
 
 $(VENV)/bin/python:

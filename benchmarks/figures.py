@@ -2,7 +2,7 @@
 
 python -m benchmarks.figures                                draws docs/*.svg
 python -m benchmarks.figures --table docs/benchmarks.md     also writes between that page's markers
-                             --convergence docs/convergence.md   the same for the loss curves
+                             --convergence docs/evidence.md   the same for the loss curves
                              --headline README.md docs/index.md  what a user gains, with its figure
                              --pages                    the tables and numbers of the other pages, see `pages.py`
 """

@@ -15,6 +15,8 @@ import griffe
 sys.path.insert(0, str(Path(__file__).parent))  # griffe imports this file by its path
 from docs_markdown import docstring_markdown
 
+_SHOWN_ABOVE = ("liger_chunked.losses.", "liger_chunked.engine.")  # their pages have examples already
+
 
 class ReferencePages(griffe.Extension):
     def on_package(self, *, pkg: griffe.Module, **others: Any) -> None:
@@ -22,7 +24,9 @@ class ReferencePages(griffe.Extension):
             take_signatures_of_stub(pkg["functional"])
         for documented in objects(pkg):
             if documented.docstring is not None:
-                documented.docstring.value = docstring_markdown(documented.docstring.value)
+                documented.docstring.value = docstring_markdown(
+                    documented.docstring.value, examples=not documented.path.startswith(_SHOWN_ABOVE)
+                )
 
 
 def objects(parent: Any) -> Iterator[Any]:

@@ -9,6 +9,9 @@ BOTH = r'<figure class="drawn" markdown="span">![\1](\2.svg#only-light)![\1](\2-
 CODE = re.compile(r"(^ *```.*?^ *```|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 # A paper's number, alone or with what names it; not in a link.
 ARXIV = re.compile(r"(?:(?<!\]\()(?<!<)https://arxiv\.org/abs/|\barXiv:? ?|(?<![\w./[]))(\d{4}\.\d{5})\b")
+# What every constructor says of the options of all losses; the reference says it once.
+OPTIONS = re.compile(r"\*\*options: fields of `LogitOptions`:.*?(?=\n\n|\n\s*\w+(?:, \w+)*: |\Z)", re.DOTALL)
+ALL_LOSSES = "**options: fields of `LogitOptions`, see [all losses](losses.md#what-all-losses-share)."
 LINK = r"[\1](https://arxiv.org/abs/\1)"
 PAGE = re.compile(r"`?docs/((?:[\w-]+/)*([\w-]+)\.md(?:#[\w-]+)?)`?")
 
@@ -24,13 +27,16 @@ def page_markdown(text: str) -> str:
     return "".join(parts)
 
 
-def docstring_markdown(docstring: str) -> str:
-    """Return a docstring whose examples are blocks of code, and whose papers and pages are links.
+def docstring_markdown(docstring: str, *, examples: bool = True) -> str:
+    """Return a docstring whose examples are blocks of code, or left out, and whose papers and pages are links.
 
     The links to pages are for reference pages, which are in a folder of `docs/`; mkdocs checks them.
     """
+    docstring = OPTIONS.sub(ALL_LOSSES, docstring)
     paragraphs = []
     for paragraph in docstring.split("\n\n"):
+        if paragraph.lstrip().startswith(">>>") and not examples:
+            continue
         if paragraph.lstrip().startswith(">>>"):
             indent = " " * (len(paragraph) - len(paragraph.lstrip(" ")))
             paragraphs.append(f"{indent}```pycon\n{paragraph.rstrip()}\n{indent}```")

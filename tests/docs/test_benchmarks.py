@@ -305,7 +305,7 @@ def test_a_sentence_takes_its_numbers_and_keeps_its_words(tmp_path: Path) -> Non
 
 def test_pages_and_figures_are_those_of_the_kept_results(tmp_path: Path) -> None:
     """`make figures` changes nothing: tables and the text of figures. Positions depend on matplotlib's version."""
-    copies = [tmp_path / name for name in ("benchmarks.md", "convergence.md")]
+    copies = [tmp_path / name for name in ("benchmarks.md", "evidence.md")]
     for page in copies:
         shutil.copy(figures.DOCS / page.name, page)
     drawn = figures.main(["--out", str(tmp_path), "--table", str(copies[0]), "--convergence", str(copies[1])])
