@@ -15,7 +15,9 @@ import griffe
 sys.path.insert(0, str(Path(__file__).parent))  # griffe imports this file by its path
 from docs_markdown import docstring_markdown
 
-_SHOWN_ABOVE = ("liger_chunked.losses.", "liger_chunked.engine.")  # their pages have examples already
+# Their pages have examples already, and of some losses the tables too.
+_EXAMPLES_ABOVE = ("liger_chunked.losses.", "liger_chunked.engine.")
+_TABLES_ABOVE = tuple(f"liger_chunked.losses.{name}." for name in ("dpo", "cpo", "kto", "grpo"))
 
 
 class ReferencePages(griffe.Extension):
@@ -24,8 +26,11 @@ class ReferencePages(griffe.Extension):
             take_signatures_of_stub(pkg["functional"])
         for documented in objects(pkg):
             if documented.docstring is not None:
+                path = documented.path
                 documented.docstring.value = docstring_markdown(
-                    documented.docstring.value, examples=not documented.path.startswith(_SHOWN_ABOVE)
+                    documented.docstring.value,
+                    examples=not path.startswith(_EXAMPLES_ABOVE),
+                    tables=not path.startswith(_TABLES_ABOVE),
                 )
 
 

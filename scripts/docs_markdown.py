@@ -12,6 +12,7 @@ ARXIV = re.compile(r"(?:(?<!\]\()(?<!<)https://arxiv\.org/abs/|\barXiv:? ?|(?<![
 # What every constructor says of the options of all losses; the reference says it once.
 OPTIONS = re.compile(r"\*\*options: fields of `LogitOptions`:.*?(?=\n\n|\n\s*\w+(?:, \w+)*: |\Z)", re.DOTALL)
 ALL_LOSSES = "**options: fields of `LogitOptions`, see [all losses](losses.md#what-all-losses-share)."
+TABLE = re.compile(r"^( *)\|.*\|$\n?(?:^ *\|.*\|$\n?)*", re.MULTILINE)
 LINK = r"[\1](https://arxiv.org/abs/\1)"
 PAGE = re.compile(r"`?docs/((?:[\w-]+/)*([\w-]+)\.md(?:#[\w-]+)?)`?")
 
@@ -27,12 +28,16 @@ def page_markdown(text: str) -> str:
     return "".join(parts)
 
 
-def docstring_markdown(docstring: str, *, examples: bool = True) -> str:
-    """Return a docstring whose examples are blocks of code, or left out, and whose papers and pages are links.
+def docstring_markdown(docstring: str, *, examples: bool = True, tables: bool = True) -> str:
+    """Return a docstring whose examples are blocks of code, and whose papers and pages are links.
+
+    Without `examples` or `tables`, those are left out, because the page has them above.
 
     The links to pages are for reference pages, which are in a folder of `docs/`; mkdocs checks them.
     """
     docstring = OPTIONS.sub(ALL_LOSSES, docstring)
+    if not tables:
+        docstring = TABLE.sub(r"\1(see the table above)\n", docstring)
     paragraphs = []
     for paragraph in docstring.split("\n\n"):
         if paragraph.lstrip().startswith(">>>") and not examples:
