@@ -52,9 +52,8 @@ HEADLINE_BEGIN, HEADLINE_END = "<!-- headline: begin -->", "<!-- headline: end -
 
 
 STEP_NOTE = (
-    "Forward, backward and AdamW. A cell is *tokens a second · peak GiB · GiB that a step adds*. Columns *over …*: "
-    "speed ratio (higher is better) · ratio of the memory that a step adds (lower is better). "
-    "*Loss, gradient apart*: relative differences to stock of the loss and of the gradient's norm in the first step."
+    "Forward, backward and AdamW. Columns with × are ratios of speed, above 1 where this library is faster. *Loss, "
+    "gradient apart*: relative differences to stock of the loss and of the gradient's norm in the first step."
 )
 
 
@@ -118,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
         (args.out / HEADLINE_DARK).write_text(dark(drawn[HEADLINE].read_text()))
     if args.table:
         losses = [drawn[name] for name in (FLOOR, SCALING) if name in drawn]
-        parts = [*drawn_as_markdown(losses, args.table.parent), markdown(runs)]
+        parts = [*drawn_as_markdown(losses, args.table.parent), *([markdown(runs)] if runs else [])]
         if kernels := newest(args.results, "base_kernels"):
             parts += ["## Base kernels", KERNEL_NOTE, kernels_markdown(kernels)]
         for family, run in steps.items():
