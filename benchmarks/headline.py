@@ -204,30 +204,47 @@ def _others(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {name: row for name, row in rows.items() if not name.startswith(OURS)}
 
 
-def _best(rows: dict[str, dict[str, Any]], value: Callable[[dict[str, Any]], float]) -> str:
+def _best(rows: dict[str, dict[str, Any]], value: Callable[[dict[str, Any]], float], digits: int) -> str:
     name = min(rows, key=lambda name: value(rows[name]))
-    return f"{_NAMES[name]} {_written(rows[name])}"
+    return f"{value(rows[name]):.{digits}f} {_NAMES[name]}"
 
 
-def _written(row: dict[str, Any]) -> str:
-    return f"{row['times_floor']:.2f} · {row['mib']:.0f}"
+def _times_floor(row: dict[str, Any]) -> float:
+    return float(row["times_floor"])
+
+
+def _mib(row: dict[str, Any]) -> float:
+    return float(row["mib"])
 
 
 def alone_table(folder: Path) -> str:
-    """Return losses and a layer alone, each beside the fastest and the leanest other contender of its run."""
+    """Return losses and a layer alone, each with the fastest and the leanest other contender of its run."""
     lines = [
-        "| loss or layer alone | here | the fastest other | the other with the least memory | |",
-        "|---|---|---|---|---|",
+        "| loss or layer alone | time here | the fastest other | MiB here | the least other | |",
+        "|---|---|---|---|---|---|",
     ]
     for alone in ALONE:
         rows = found(folder, alone.family).measured(alone.task)
         others = _others(rows)
-        fastest = _best(others, lambda row: float(row["times_floor"]))
-        leanest = _best(others, lambda row: float(row["mib"]))
+        ours = f"**{_times_floor(rows[OURS]):.2f}** | {_best(others, _times_floor, 2)}"
+        memory = f"**{_mib(rows[OURS]):.0f}** | {_best(others, _mib, 0)}"
         label = spaced(alone.task) if alone.family == "base_kernels" else ", ".join(name_and_shape(alone.task))
-        lines.append(f"| {label} | **{_written(rows[OURS])}** | {fastest} | {leanest} | {alone.note} |")
-    where = "; ".join(dict.fromkeys(_where(found(folder, alone.family), alone.task) for alone in ALONE))
+        lines.append(f"| {label} | {ours} | {memory} | {alone.note} |")
+    where = _gathered([_where(found(folder, alone.family), alone.task) for alone in ALONE])
     return "\n".join([*lines, "", f"{where}."])
+
+
+def _gathered(sources: list[str]) -> str:
+    """Name a card and a date once.
+
+    >>> _gathered(["H100, 2026-11-27, `a.json`", "H100, 2026-11-27, `b.json`"])
+    'H100, 2026-11-27, `a.json`, `b.json`'
+    """
+    files: dict[str, list[str]] = {}
+    for source in dict.fromkeys(sources):
+        where, _, name = source.rpartition(", ")
+        files.setdefault(where, []).append(name)
+    return "; ".join(", ".join([where, *names]) for where, names in files.items())
 
 
 def sources(folder: Path, shown: list[Step]) -> str:
@@ -235,7 +252,7 @@ def sources(folder: Path, shown: list[Step]) -> str:
     versions = found(folder, "trainers").environment["versions"]
     named = {"torch": "torch", "triton": "triton", "liger-kernel": "Liger-Kernel", "trl": "TRL"}
     peers = ", ".join(f"{label} {versions[name]}" for name, label in named.items() if name in versions)
-    where = "; ".join(dict.fromkeys(step.source for step in shown))
+    where = _gathered([step.source for step in shown])
     return f"*One GPU, bfloat16, forward, backward and AdamW; {peers}. {where}.*"
 
 
