@@ -181,7 +181,7 @@ def _small(folder: Path) -> Step:
     about = content["environment"]
     return Step(
         SMALL,
-        "slower: a step this small waits for the host",
+        "slower: a step this small waits for the host (float32 weights, autocast)",
         tuple(median(run["ms"]) for run in of),  # type: ignore[arg-type]
         tuple(max(run["mib"]) / 1024 for run in of),  # type: ignore[arg-type]
         f"{about['device']}, {about['date']}, `{path.name}`",
