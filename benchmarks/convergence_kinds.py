@@ -2,7 +2,7 @@
 
 python -m benchmarks.convergence_kinds                          about eight minutes on one core
 python -m benchmarks.convergence_kinds --kinds hybrid --steps 20
-python -m benchmarks.convergence_kinds --docs docs/convergence.md    only writes the table of the last complete run
+python -m benchmarks.convergence_kinds --docs docs/evidence.md    only writes the table of the last complete run
 
 Text, optimizer and schedule are those of `benchmarks.convergence`. For each seed of the initial weights, all runs see
 the same batches: stock and fused in both dtypes, which are those of the parameters, and in float32 also stock from

@@ -2,8 +2,8 @@
 
 python -m benchmarks.figures                                draws docs/*.svg
 python -m benchmarks.figures --table docs/benchmarks.md     also writes between that page's markers
-                             --convergence docs/convergence.md   the same for the loss curves
-                             --headline README.md docs/index.md  the numbers that lead, with their figure
+                             --convergence docs/evidence.md   the same for the loss curves
+                             --headline README.md docs/index.md  what a user gains, with its figure
                              --pages                    the tables and numbers of the other pages, see `pages.py`
 """
 
@@ -45,7 +45,6 @@ ALTERNATIVES = {
     FLOOR: "Time of every task over the time of its matrix products",
     SCALING: "Time and memory of the cross entropy against tokens and vocabulary",
     **{STEP_FIGURES[family]: f"{title}: tokens a second, and memory" for family, title in ALL_STEPS.items()},
-    HEADLINE: "Memory, speed and time of the steps in the list, compared with TRL and Liger-Kernel",
     CONVERGENCE: "Loss of fused and of stock training, step by step, and their difference, for four families",
 }
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
@@ -53,9 +52,8 @@ HEADLINE_BEGIN, HEADLINE_END = "<!-- headline: begin -->", "<!-- headline: end -
 
 
 STEP_NOTE = (
-    "Forward, backward and AdamW. A cell is *tokens a second · peak GiB · GiB that a step adds*. Columns *over …*: "
-    "speed ratio (higher is better) · ratio of the memory that a step adds (lower is better). "
-    "*Loss, gradient apart*: relative differences to stock of the loss and of the gradient's norm in the first step."
+    "Forward, backward and AdamW. Columns with × are ratios of speed, above 1 where this library is faster. *Loss, "
+    "gradient apart*: relative differences to stock of the loss and of the gradient's norm in the first step."
 )
 
 
@@ -83,25 +81,13 @@ def drawn_as_markdown(paths: Sequence[Path], page_folder: Path) -> list[str]:
     return [f"![{ALTERNATIVES[path.name]}]({os.path.relpath(path, page_folder)})" for path in paths]
 
 
-def headline_figure(page: Path, folder: Path) -> str:
-    """Return the figure of the headlines, on GitHub with its dark version. The site makes those itself."""
-    light, alternative = os.path.relpath(folder / HEADLINE, page.parent), ALTERNATIVES[HEADLINE]
-    if page.parent.resolve() == DOCS:
-        return f"![{alternative}]({light})"
-    source = os.path.relpath(folder / HEADLINE_DARK, page.parent)
-    return (
-        f'<picture><source media="(prefers-color-scheme: dark)" srcset="{source}">'
-        f'<img src="{light}" alt="{alternative}"></picture>'
-    )
-
-
 def main(arguments: Sequence[str] | None = None) -> list[Path]:
     parse = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parse.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON")
     parse.add_argument("--out", type=Path, default=DOCS, help="folder for the figures")
     parse.add_argument("--table", type=Path, help="page to write table and figures into, between its markers")
     parse.add_argument("--convergence", type=Path, help="the same for the loss curves")
-    parse.add_argument("--headline", type=Path, nargs="+", default=[], help="pages to write the leading numbers into")
+    parse.add_argument("--headline", type=Path, nargs="+", default=[], help="pages to write what a user gains into")
     parse.add_argument("--pages", action="store_true", help="write the tables and numbers of the other pages")
     args = parse.parse_args(arguments)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -110,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
     sweep = newest(args.results, "sweep")
     path = newest_file(args.results, "convergence")
     convergence = curves.load(path) if path else None
-    shown = headline.headlines(runs | steps)
+    shown = headline.steps(args.results) if headline.has_runs(args.results) else []
     figures = {}
     with matplotlib.rc_context(STYLE):
         if runs:
@@ -131,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
         (args.out / HEADLINE_DARK).write_text(dark(drawn[HEADLINE].read_text()))
     if args.table:
         losses = [drawn[name] for name in (FLOOR, SCALING) if name in drawn]
-        parts = [*drawn_as_markdown(losses, args.table.parent), markdown(runs)]
+        parts = [*drawn_as_markdown(losses, args.table.parent), *([markdown(runs)] if runs else [])]
         if kernels := newest(args.results, "base_kernels"):
             parts += ["## Base kernels", KERNEL_NOTE, kernels_markdown(kernels)]
         for family, run in steps.items():
@@ -142,8 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
         write_between(args.table, "\n\n".join(parts))
         print(f"wrote {args.table}")
     for page in args.headline if shown else []:
-        text = headline.markdown(shown, headline_figure(page, args.out))
-        write_between(page, text, HEADLINE_BEGIN, HEADLINE_END)
+        write_between(page, headline.markdown(args.results), HEADLINE_BEGIN, HEADLINE_END)
         print(f"wrote {page}")
     if args.convergence and convergence:
         shown = drawn_as_markdown([drawn[CONVERGENCE]], args.convergence.parent)

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import BASELINE, OURS, OURS_SHARED, STOCK
-from benchmarks.headline import LAYERS
-from benchmarks.report import FAMILIES, Run, kernels_markdown, name_and_shape, newest, over_eager, spaced
+from benchmarks.headline import LAYERS, alone_table
+from benchmarks.report import Run, kernels_markdown, name_and_shape, newest, spaced
 
 Row = dict[str, Any]
 LABELS = {
@@ -137,19 +137,6 @@ def budgets(folder: Path) -> str:
     return f"{table(['', 'time over the floor', 'peak above the inputs'], rows)}\n\n{where}"
 
 
-def errors(folder: Path) -> str:
-    """The error of this library over that of eager code, in every task of the losses."""
-    rows, runs = [], [whole_run(folder, family) for family in FAMILIES]
-    for run in runs:
-        for task, found in run.cells.items():
-            ratio = over_eager(found[OURS], found)
-            if ratio is not None:
-                rows.append([", ".join(name_and_shape(task)), f"{ratio:.2f}"])
-    devices = " and ".join(dict.fromkeys(f"one {run.environment['device']}" for run in runs))
-    where = f"On {devices}, in bfloat16: the runs of [the benchmarks](benchmarks.md)."
-    return f"{table(['task', 'times the error of eager code'], rows)}\n\n{where}"
-
-
 def _over(rows: dict[str, Row], ours: str, other: str) -> str:
     if other not in rows or rows[other]["failure"] or rows[ours]["failure"]:
         return cell(rows.get(other), lambda row: "")
@@ -164,17 +151,6 @@ def _step_label(task: str) -> str:
     kind, model, rest = task.split(" ", 2)
     rest = re.sub(r"^(prompt \d+) (\d+ a prompt) ", r"\1, \2, ", rest)
     return f"{kind}, {_STEP_NAMES.get(model, model)}, {spaced(rest)}"
-
-
-def trainer_steps(folder: Path) -> str:
-    run = whole_run(folder, "trainers")
-    rows = [
-        [_step_label(task), _over(rows, OURS, STOCK), _over(rows, OURS, LAYERS)]
-        for task, rows in run.cells.items()
-        if "llama-3.2-1b" in task
-    ]
-    header = ["step", "over stock TRL", "over stock TRL on Liger-Kernel's layers"]
-    return f"{table(header, rows)}\n\n{named(run, 'transformers', 'trl', 'liger-kernel')}"
 
 
 def shared_steps(folder: Path) -> str:
@@ -197,6 +173,10 @@ def shared_steps(folder: Path) -> str:
     return f"{table(header, rows)}\n\n{named(run, 'transformers', 'trl', 'liger-kernel')}"
 
 
+def alone(folder: Path) -> str:
+    return alone_table(folder)
+
+
 TABLES: dict[str, Callable[[Path], str]] = {
     make.__name__: make
     for make in (
@@ -204,9 +184,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
         token_stats,
         lora_head,
         budgets,
-        errors,
-        trainer_steps,
         shared_steps,
+        alone,
     )
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -150,24 +151,36 @@ _COLUMNS = {
 
 
 def markdown(runs: dict[str, Run]) -> str:
-    """Return a table with a row per task, a row per further setting of ours, and a column per measured contender."""
+    """Return a table of times and one of memory: a row per task and further setting of ours, a column per contender."""
     measured = {name for run in runs.values() for task in run.cells for name in run.measured(task)}
     columns = {name: title for name, title in _COLUMNS.items() if name in measured}
-    lines = [
-        "| task | " + " | ".join(columns.values()) + " | error |",
-        "|---|" + "---|" * (len(columns) + 1),
-    ]
+    times = _losses(runs, columns, "time over the floor", lambda row: f"{row['times_floor']:.2f}", errors=True)
+    memory = _losses(runs, columns, "peak MiB", lambda row: "" if row["mib"] is None else f"{row['mib']:.0f}")
+    where = [f"- {FAMILIES[f]}: {run.source}" for f, run in runs.items()]
+    return "\n".join([*times, "", *memory, "", *where, *_absent(runs)])
+
+
+def _losses(
+    runs: dict[str, Run],
+    columns: dict[str, str],
+    what: str,
+    write: Callable[[dict[str, Any]], str],
+    errors: bool = False,
+) -> list[str]:
+    lines = [f"| {what} | {' | '.join([*columns.values(), *(['error'] if errors else [])])} |"]
+    lines.append("|---|" + "---|" * (len(columns) + errors))
     for run in runs.values():
         for task, rows in run.cells.items():
-            cells = [_cell(rows.get(column)) for column in columns]
-            cells.append(_error(rows.get(OURS), rows))
+            cells = [_cell(rows.get(column), write) for column in columns]
+            cells += [_error(rows.get(OURS), rows)] if errors else []
             lines.append(f"| {', '.join(name_and_shape(task))} | {' | '.join(cells)} |")
             for variant, row in rows.items():
                 if variant.startswith(OURS) and variant != OURS:
                     setting = variant.removeprefix(OURS).lstrip("., ")
-                    lines.append(f"| … {setting} | {_cell(row)} |{' |' * (len(columns) - 1)} {_error(row, rows)} |")
-    where = [f"- {FAMILIES[f]}: {run.source}" for f, run in runs.items()]
-    return "\n".join([*lines, "", *where, *_absent(runs)])
+                    cells = [_cell(row, write), *[""] * (len(columns) - 1)]
+                    cells += [_error(row, rows)] if errors else []
+                    lines.append(f"| … {setting} | {' | '.join(cells)} |")
+    return lines
 
 
 def _absent(runs: dict[str, Run]) -> list[str]:
@@ -186,12 +199,10 @@ def _absent(runs: dict[str, Run]) -> list[str]:
     return ["", "Not measured:", "", *notes] if notes else []
 
 
-def _cell(row: dict[str, Any] | None) -> str:
+def _cell(row: dict[str, Any] | None, write: Callable[[dict[str, Any]], str]) -> str:
     if row is None:
         return ""
-    if row["failure"]:
-        return "–"
-    return f"{row['times_floor']:.2f}" + ("" if row["mib"] is None else f" · {row['mib']:.0f}")
+    return "–" if row["failure"] else write(row)
 
 
 def _error(row: dict[str, Any] | None, rows: dict[str, dict[str, Any]]) -> str:
@@ -239,20 +250,38 @@ def contenders(run: Run) -> list[str]:
 
 
 def steps_markdown(run: Run) -> str:
+    """Return a table of speeds, one of peaks, and where they are from."""
     names = [name for name in contenders(run) if name != OURS_SHARED]
     shares = OURS_SHARED in contenders(run)
     others = [name for name in names if name != OURS or shares]
-    columns = [_STEP_COLUMNS[name] for name in names] + [f"over {_STEP_COLUMNS[name]}" for name in others]
-    lines = [f"| task | {' | '.join(columns)} | loss, gradient apart |", "|---|" + "---|" * (len(columns) + 1)]
+    over = [f"× {_STEP_COLUMNS[name]}" for name in others]
+    speed = [[*(_STEP_COLUMNS[name] for name in names), *over, "loss, gradient apart"]]
+    memory = [[_STEP_COLUMNS[name] for name in names]]
+    labels = []
     for task, rows in run.cells.items():
         measured = run.measured(task)
         for ours in (name for name in rows if name.startswith(OURS)):
             setting = ours.removeprefix(OURS).lstrip(", ")
-            cells = [_step_cell(rows.get(ours if name == OURS else name)) for name in names]
-            cells += ["" if name == ours else _over(measured.get(ours), measured.get(name)) for name in others]
-            cells.append(_apart(measured.get(ours), measured.get(STOCK)))
-            lines.append(f"| {f'… `{setting}`' if setting else spaced(task)} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", run.source])
+            labels.append(f"… `{setting}`" if setting else spaced(task))
+            shown = [rows.get(ours if name == OURS else name) for name in names]
+            ratios = ["" if name == ours else _over(measured.get(ours), measured.get(name)) for name in others]
+            apart = _apart(measured.get(ours), measured.get(STOCK))
+            speed.append([*(_step_cell(row, _tokens) for row in shown), *ratios, apart])
+            memory.append([_step_cell(row, _peak) for row in shown])
+    tables = []
+    for what, (header, *body) in (("tokens a second", speed), ("peak GiB (a step adds)", memory)):
+        tables += [f"| {what} | {' | '.join(header)} |", "|---|" + "---|" * len(header)]
+        tables += [f"| {label} | {' | '.join(cells)} |" for label, cells in zip(labels, body, strict=True)]
+        tables.append("")
+    return "\n".join([*tables, run.source])
+
+
+def _tokens(row: dict[str, Any]) -> str:
+    return f"{row['tokens_per_s']:.0f}"
+
+
+def _peak(row: dict[str, Any]) -> str:
+    return "" if row["mib"] is None else f"{peak_gib(row):.1f} ({row['mib'] / 1024:.1f})"
 
 
 def longest_markdown(run: Run) -> str:
@@ -274,12 +303,8 @@ def _kernel_cell(row: dict[str, Any] | None) -> str:
     return _absent_cell(row) if row is None or row["failure"] else f"{row['times_floor']:.2f}"
 
 
-def _step_cell(row: dict[str, Any] | None) -> str:
-    """Return tokens per second, peak, and the part of the peak that exists only during a step, in GiB."""
-    if row is None or row["failure"]:
-        return _absent_cell(row)
-    memory = "" if row["mib"] is None else f" · {peak_gib(row):.1f} · {row['mib'] / 1024:.1f}"
-    return f"{row['tokens_per_s']:.0f}{memory}"
+def _step_cell(row: dict[str, Any] | None, write: Callable[[dict[str, Any]], str]) -> str:
+    return _absent_cell(row) if row is None or row["failure"] else write(row)
 
 
 def _longest_cell(row: dict[str, Any] | None) -> str:
@@ -294,10 +319,7 @@ def peak_gib(row: dict[str, Any]) -> float:
 
 
 def _over(ours: dict[str, Any] | None, other: dict[str, Any] | None) -> str:
-    if ours is None or other is None:
-        return ""
-    memory = "" if ours["mib"] is None else f" · {ours['mib'] / other['mib']:.2f}"
-    return f"{ours['tokens_per_s'] / other['tokens_per_s']:.2f}{memory}"
+    return "" if ours is None or other is None else f"{ours['tokens_per_s'] / other['tokens_per_s']:.2f}"
 
 
 def _apart(row: dict[str, Any] | None, stock: dict[str, Any] | None) -> str:

@@ -99,7 +99,7 @@ def hidden_states(model: PreTrainedModel, batch: Batch) -> Tensor:
 
 
 class FusedLosses:
-    """Passes hidden states and `lm_head` to the library. The full logits never exist at once.
+    """Passes hidden states and `lm_head` to the library. The logits exist in chunks.
 
     Args:
         share_prompts: compute common first tokens of a batch once, with a model that the library can do that for.

@@ -1,4 +1,4 @@
-"""Train with HF `Trainer` without logits, in one of two ways: with a patched model, or with your own loss.
+"""Train with HF `Trainer` on chunks of logits, in one of two ways: with a patched model, or with your own loss.
 
 python examples/hf_trainer.py [--model PATH] [--steps N] [--own-loss]
 

@@ -1,4 +1,4 @@
-"""A plain torch loop: gradient accumulation, autocast and clipping, without logits.
+"""A plain torch loop: gradient accumulation, autocast and clipping, on chunks of logits.
 
 python examples/plain_loop.py [--model PATH] [--steps N] [--outside]
 """

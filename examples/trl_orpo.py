@@ -1,4 +1,4 @@
-"""ORPO with TRL, without logits. TRL's own trainer builds them for every token of prompt and response.
+"""ORPO with TRL, on chunks of logits. TRL's own trainer builds them for every token of prompt and response.
 
 python examples/trl_orpo.py [--model PATH] [--steps N]
 """

@@ -1,4 +1,4 @@
-"""Values of tokens under a model, without a gradient and without logits in memory: scores, perplexity, a top k.
+"""Values of tokens under a model, without a gradient, on chunks of logits: scores, perplexity, a top k.
 
     score(model, batch)             log-probabilities, entropies, whether the target is the most likely token
     perplexity(model, loader)       perplexity and accuracy of a data set
@@ -115,7 +115,7 @@ def score(
     share_prefix: bool = False,
     **options: Any,
 ) -> TokenStats:
-    """Return values of the tokens of a batch under a model, without a gradient and without logits in memory.
+    """Return values of the tokens of a batch under a model, without a gradient, on chunks of logits.
 
     Takes one matrix product of the head with the tokens that have a target. A model runs in evaluation mode, with its
     own forward, wrappers, adapters and autocast, and is left in the mode that it had. Without a patch, its head defers

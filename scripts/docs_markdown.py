@@ -9,8 +9,12 @@ BOTH = r'<figure class="drawn" markdown="span">![\1](\2.svg#only-light)![\1](\2-
 CODE = re.compile(r"(^ *```.*?^ *```|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 # A paper's number, alone or with what names it; not in a link.
 ARXIV = re.compile(r"(?:(?<!\]\()(?<!<)https://arxiv\.org/abs/|\barXiv:? ?|(?<![\w./[]))(\d{4}\.\d{5})\b")
+# What every constructor says of the options of all losses; the reference says it once.
+OPTIONS = re.compile(r"\*\*options: fields of `LogitOptions`:.*?(?=\n\n|\n\s*\w+(?:, \w+)*: |\Z)", re.DOTALL)
+ALL_LOSSES = "**options: fields of `LogitOptions`, see [all losses](losses.md#what-all-losses-share)."
+TABLE = re.compile(r"^( *)\|.*\|$\n?(?:^ *\|.*\|$\n?)*", re.MULTILINE)
 LINK = r"[\1](https://arxiv.org/abs/\1)"
-PAGE = re.compile(r"`?docs/([\w-]+)\.md`?")
+PAGE = re.compile(r"`?docs/((?:[\w-]+/)*([\w-]+)\.md(?:#[\w-]+)?)`?")
 
 
 def page_markdown(text: str) -> str:
@@ -24,16 +28,23 @@ def page_markdown(text: str) -> str:
     return "".join(parts)
 
 
-def docstring_markdown(docstring: str) -> str:
+def docstring_markdown(docstring: str, *, examples: bool = True, tables: bool = True) -> str:
     """Return a docstring whose examples are blocks of code, and whose papers and pages are links.
 
-    The links to pages are for reference pages, which are one folder below the others.
+    Without `examples` or `tables`, those are left out, because the page has them above.
+
+    The links to pages are for reference pages, which are in a folder of `docs/`; mkdocs checks them.
     """
+    docstring = OPTIONS.sub(ALL_LOSSES, docstring)
+    if not tables:
+        docstring = TABLE.sub(r"\1(see the table above)\n", docstring)
     paragraphs = []
     for paragraph in docstring.split("\n\n"):
+        if paragraph.lstrip().startswith(">>>") and not examples:
+            continue
         if paragraph.lstrip().startswith(">>>"):
             indent = " " * (len(paragraph) - len(paragraph.lstrip(" ")))
             paragraphs.append(f"{indent}```pycon\n{paragraph.rstrip()}\n{indent}```")
         else:
-            paragraphs.append(PAGE.sub(r"[\1](../../\1/)", ARXIV.sub(LINK.replace("[", "[arXiv ", 1), paragraph)))
+            paragraphs.append(PAGE.sub(r"[\2](../\1)", ARXIV.sub(LINK.replace("[", "[arXiv ", 1), paragraph)))
     return "\n\n".join(paragraphs)

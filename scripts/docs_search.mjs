@@ -20,6 +20,16 @@ const EXPECTED = {
   "trl": "trainers/",
   "kept ids": "kept-ids/",
   "contributing": "contributing/",
+  "custom loss": "writing-a-loss/",
+  "write a loss": "writing-a-loss/",
+  "packing": "guides/sft/",
+  "evaluation": "evaluation/",
+  "eval_loss": "evaluation/",
+  "oom": "troubleshooting/",
+  "out of memory": "troubleshooting/",
+  "swapped": "troubleshooting/",
+  "nan": "troubleshooting/",
+  "migration": "compare/",
 }
 
 const [site, ...asked] = process.argv.slice(2)

@@ -80,7 +80,7 @@ def losses() -> None:
     """Losses, also in a checkpoint and with a second backward, against plain torch."""
     from torch.utils.checkpoint import checkpoint
 
-    from liger_chunked import functional, linear_token_stats
+    from liger_chunked import linear_token_stats, LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss
 
     weight, hidden, target = data = tensors()
     expected = step(stock, *data)
@@ -101,7 +101,7 @@ def losses() -> None:
 
     pairs = torch.randint(V, (B, T), generator=torch.Generator().manual_seed(1))
     no_reference = torch.zeros(B, T, dtype=torch.float64)
-    ours = step(lambda *x: functional.dpo_loss(*x, ref_logps=no_reference)[0], weight, hidden, pairs)
+    ours = step(lambda *x: LigerFusedLinearDPOLoss(*x, ref_logps=no_reference)[0], weight, hidden, pairs)
     assert_close(ours, step(stock_dpo, weight, hidden, pairs))
 
 
@@ -288,7 +288,7 @@ def compiled() -> None:
     def by_module(weight: Tensor, hidden: Tensor, target: Tensor) -> Tensor:
         return 2 * module(weight * 1, hidden * 1, target)
 
-    for compiled in (by_function, by_module, torch.compile(functional.cross_entropy_loss, backend="eager")):
+    for compiled in (by_function, by_module, torch.compile(LigerFusedLinearCrossEntropyLoss, backend="eager")):
         for _ in range(2):
             value, *gradients = step(compiled, *data)
             factor = 1 if compiled not in (by_function, by_module) else 2

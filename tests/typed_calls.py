@@ -68,16 +68,7 @@ from liger_chunked.compat import chunked_loss as liger_losses
 from liger_chunked.compat import transformers as liger_layers
 from liger_chunked.compat.chunked_loss import PairMetrics
 from liger_chunked.compat.chunked_loss.functional import LigerFusedLinearDPOFunction, liger_fused_linear_dpo
-from liger_chunked.functional import (
-    bco_loss,
-    cross_entropy_loss,
-    dpo_loss,
-    grpo_loss,
-    jsd_loss,
-    kto_loss,
-    on_policy_distillation_loss,
-    uld_loss,
-)
+from liger_chunked import LigerFusedLinearBCOLoss, LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss, LigerFusedLinearJSDLoss, LigerFusedLinearKTOLoss, LigerFusedLinearOnPolicyDistillationLoss, LigerFusedLinearULDLoss
 from liger_chunked.integrations.frameworks.cut_cross_entropy import linear_cross_entropy
 from liger_chunked.integrations.frameworks.prime_rl import FusedOutputLinear
 from liger_chunked.integrations.transformers import Applied, HeadInput, ModelReport
@@ -155,18 +146,18 @@ def cross_entropy(weight: Tensor, x: Tensor, target: Tensor, flag: bool) -> None
     assert_type(with_metrics(weight, x, target), tuple[Tensor, CrossEntropyMetrics])
     either = LigerFusedLinearCrossEntropyLoss(return_z_loss=flag)
     assert_type(either(weight, x, target), Tensor | tuple[Tensor, CrossEntropyMetrics])
-    assert_type(cross_entropy_loss(weight, x, target, softcap=30.0), Tensor)
-    assert_type(cross_entropy_loss(weight, x, target, return_z_loss=True), tuple[Tensor, CrossEntropyMetrics])
+    assert_type(LigerFusedLinearCrossEntropyLoss(weight, x, target, softcap=30.0), Tensor)
+    assert_type(LigerFusedLinearCrossEntropyLoss(weight, x, target, return_z_loss=True), tuple[Tensor, CrossEntropyMetrics])
 
 
 def functions(weight: Tensor, x: Tensor, target: Tensor, labels: Tensor) -> None:
-    assert_type(dpo_loss(weight, x, target, beta=0.2), tuple[Tensor, PreferenceMetrics])
-    assert_type(kto_loss(weight, x, target, labels), tuple[Tensor, UnpairedPreferenceMetrics])
-    assert_type(bco_loss(weight, x, target, labels), tuple[Tensor, UnpairedPreferenceMetrics])
-    assert_type(grpo_loss(weight, x, target, torch.ones(4)), tuple[Tensor, PolicyMetrics])
-    assert_type(jsd_loss(weight, x, weight, x, target), tuple[Tensor, DistillationMetrics])
-    assert_type(uld_loss(weight, x, weight, x), tuple[Tensor, DistillationMetrics])
-    assert_type(on_policy_distillation_loss(weight, x, weight, x, target), tuple[Tensor, PolicyMetrics])
+    assert_type(LigerFusedLinearDPOLoss(weight, x, target, beta=0.2), tuple[Tensor, PreferenceMetrics])
+    assert_type(LigerFusedLinearKTOLoss(weight, x, target, labels), tuple[Tensor, UnpairedPreferenceMetrics])
+    assert_type(LigerFusedLinearBCOLoss(weight, x, target, labels), tuple[Tensor, UnpairedPreferenceMetrics])
+    assert_type(LigerFusedLinearGRPOLoss(weight, x, target, torch.ones(4)), tuple[Tensor, PolicyMetrics])
+    assert_type(LigerFusedLinearJSDLoss(weight, x, weight, x, target), tuple[Tensor, DistillationMetrics])
+    assert_type(LigerFusedLinearULDLoss(weight, x, weight, x), tuple[Tensor, DistillationMetrics])
+    assert_type(LigerFusedLinearOnPolicyDistillationLoss(weight, x, weight, x, target), tuple[Tensor, PolicyMetrics])
     stats = linear_token_stats(weight, x, target, outputs=("logps", "entropy"))
     assert_type(stats, TokenStats)
     assert_type(stats.entropy, Tensor | None)
@@ -269,9 +260,9 @@ def mistakes(model: PreTrainedModel, weight: Tensor, x: Tensor, target: Tensor) 
     LigerFusedLinearGRPOLoss(delta="2")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     LigerFusedLinearGRPOLoss(surrogate=Clip)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     Clip(fipo_half_life=3.0)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
-    dpo_loss(weight, x, target, loss_kind="ipo")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
-    print(dpo_loss(weight, x, target)[1].margins)  # type: ignore[attr-defined]  # pyright: ignore
-    cross_entropy_loss(weight, x, target, softcap="30")  # type: ignore[call-overload]  # pyright: ignore
+    LigerFusedLinearDPOLoss(weight, x, target, loss_kind="ipo")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    print(LigerFusedLinearDPOLoss(weight, x, target)[1].margins)  # type: ignore[attr-defined]  # pyright: ignore
+    LigerFusedLinearCrossEntropyLoss(weight, x, target, softcap="30")  # type: ignore[call-overload]  # pyright: ignore
     LigerRMSNorm(8)("x")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
     apply_liger_kernel(model, silu=True)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     apply_liger_kernel(model, rope="yes")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

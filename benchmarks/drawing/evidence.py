@@ -36,22 +36,24 @@ def smooth(values: Sequence[float]) -> list[float]:
 
 def draw_evidence(every: Sequence[Evidence]) -> Figure:
     """Draw a panel for each method."""
-    columns = 3
+    columns = 2
     rows = -(-len(every) // columns)
-    figure = Figure(figsize=(WIDTH, 0.75 + 2.1 * rows))
+    figure = Figure(figsize=(WIDTH, 1.15 + 2.1 * rows))
     panels = figure.subplots(rows, columns, squeeze=False).flatten().tolist()
     for axes, evidence in zip(panels, every, strict=False):
         _draw(axes, evidence)
     for axes in panels[len(every) :]:
         axes.set_axis_off()
     height = figure.get_size_inches()[1]
-    figure.subplots_adjust(left=0.075, right=0.985, top=1 - 0.85 / height, bottom=0.4 / height, hspace=0.55, wspace=0.3)
+    top, bottom = 1 - 1.25 / height, 0.45 / height
+    figure.subplots_adjust(left=0.11, right=0.985, top=top, bottom=bottom, hspace=0.55, wspace=0.34)
     environment = every[0].content["environment"]
     figure.text(0.012, 1 - 0.08 / height, f"Training {environment['model']}, stock and ours", **TITLE)
-    what = f"mean and range over seeds, moving mean of {_WINDOW} updates. {environment['device']}"
+    what = f"mean and range over seeds, moving mean of {_WINDOW} updates"
     figure.text(0.012, 1 - 0.3 / height, what, color=SECOND, va="top")
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="upper right", bbox_to_anchor=(0.99, 1), ncols=2, frameon=False, fontsize=LABEL)
+    place = {"loc": "upper left", "bbox_to_anchor": (0.0, 1 - 0.48 / height)}
+    figure.legend(handles, labels, ncols=2, frameon=False, fontsize=LABEL, **place)
     return figure
 
 

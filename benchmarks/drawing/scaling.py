@@ -17,22 +17,22 @@ TIMES_FLOOR = (1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100)
 
 
 def draw_scaling(run: Run) -> Figure:
-    figure = Figure(figsize=(WIDTH, 6.4))
-    grid = figure.add_gridspec(2, 2, left=0.065, right=0.875, top=0.84, bottom=0.08, hspace=0.34, wspace=0.5)
+    figure = Figure(figsize=(WIDTH, 11.2))
+    grid = figure.add_gridspec(4, 1, left=0.09, right=0.76, top=0.925, bottom=0.045, hspace=0.42)
     for column, sweep in enumerate(("tokens", "vocabulary")):
         tasks = sorted((shape[sweep], task) for task, shape in run.tasks.items() if shape["sweep"] == sweep)
-        time, memory = (figure.add_subplot(grid[row, column]) for row in range(2))
+        time, memory = (figure.add_subplot(grid[2 * column + row, 0]) for row in range(2))
         time.axhline(1, color=FAINT, linewidth=1, linestyle=(0, (4, 2)))
         floors = [(v, n, row["ms"] / run.tasks[task]["floor_ms"]) for v, task, n, row in _rows(run, tasks)]
         ends = [(tasks[-1][0], 1.0, "matrix products", FAINT), *_draw_lines(time, floors)]
-        time.set(yscale="log", title="Time over that of the matrix products")
+        time.set(yscale="log", title=f"Time over the matrix products ({_fixed(run, tasks, sweep)})")
         time.set_yticks(TIMES_FLOOR, minor=False)
         time.yaxis.set_minor_locator(NullLocator())
         time.yaxis.set_major_formatter(FuncFormatter(number))
         time.set_ylim(0.95, max([2.0, *(ratio for *_, ratio in floors)]) * 1.05)
         measured = [(v, n, row["mib"] / 1024) for v, _, n, row in _rows(run, tasks) if row["mib"] is not None]
         peaks = _draw_lines(memory, measured)
-        memory.set_title("Peak above the inputs, GiB")
+        memory.set_title(f"Peak above the inputs, GiB ({_fixed(run, tasks, sweep)})")
         if peaks:
             memory.set_yscale("log", base=2)
         memory.yaxis.set_major_formatter(FuncFormatter(number))
@@ -45,13 +45,16 @@ def draw_scaling(run: Run) -> Figure:
             axes.grid(color=GRID, linewidth=0.7)
             axes.set_axisbelow(True)
             _label_ends(figure, axes, labels)
-        other = "vocabulary" if sweep == "tokens" else "tokens"
-        shape = run.tasks[tasks[0][1]]
-        fixed = f"hidden {shape['hidden']}, {other} {shape[other]}"
-        time.annotate(fixed, (0, 1), (0, 22), color=SECOND, xycoords="axes fraction", textcoords="offset points")
-    figure.text(0.012, 0.985, "Cross entropy, forward and backward, against tokens and vocabulary", **TITLE)
-    figure.text(0.012, 0.95, run.title, color=SECOND, va="top")
+    figure.text(0.012, 0.995, "Cross entropy against tokens and vocabulary", **TITLE)
+    figure.text(0.012, 0.975, run.title, color=SECOND, va="top")
     return figure
+
+
+def _fixed(run: Run, tasks: Sequence[tuple[int, str]], sweep: str) -> str:
+    """Return the sizes that a sweep keeps."""
+    other = "vocabulary" if sweep == "tokens" else "tokens"
+    shape = run.tasks[tasks[0][1]]
+    return f"H {shape['hidden']}, {other} {shape[other]}"
 
 
 def _rows(run: Run, tasks: Sequence[tuple[int, str]]) -> list[tuple[int, str, str, dict[str, Any]]]:
@@ -75,7 +78,7 @@ def _label_ends(figure: Figure, axes: Axes, ends: Sequence[tuple[float, float, s
     edge = axes.transAxes.transform((1, 0))[0] * 72 / figure.dpi
     y = float("-inf")
     for (_, at), (x, value, label, colour) in sorted(zip(points, ends, strict=True), key=lambda pair: pair[0][1]):
-        y = max(at, y + 10)
+        y = max(at, y + 12)
         x_point = axes.transData.transform((x, value))[0] * 72 / figure.dpi
         offset = (edge - x_point + 8, y - at)
         axes.annotate(

@@ -14,9 +14,9 @@ _BAR = 0.8  # share of a task's lane, divided between its contenders
 
 def draw_steps(run: Run, title: str) -> Figure:
     names, tasks = contenders(run), list(run.tasks)
-    height = 1.1 + 0.2 * len(tasks) * (len(names) + 1)
+    height = 1.25 + 0.2 * len(tasks) * (len(names) + 1)
     figure = Figure(figsize=(WIDTH, height))
-    edges = {"left": 0.27, "right": 0.95, "top": 1 - 0.75 / height, "bottom": 0.15 / height, "wspace": 0.28}
+    edges = {"left": 0.31, "right": 0.985, "top": 1 - 0.98 / height, "bottom": 0.1 / height, "wspace": 0.1}
     speed, memory = figure.subplots(1, 2, sharey=True, gridspec_kw=edges)
     thick = _BAR / len(names)
     for lane, task in enumerate(tasks):
@@ -38,22 +38,21 @@ def draw_steps(run: Run, title: str) -> Figure:
                 memory.barh(y, resident, alpha=0.35, **bar)
                 memory.barh(y, peak - resident, left=resident, **bar)
                 memory.annotate(f"{peak:.1f}", (peak, y), (3, 0), **_IN_POINTS)
-    speed.set_yticks(range(len(tasks)), [_in_lines(task) for task in tasks])
+    speed.set_yticks(range(len(tasks)), [_in_lines(task) for task in tasks], fontsize=8.5)
     speed.invert_yaxis()
-    speed.set_title("tokens a second; bars: of the fastest")
-    memory.set_title("peak memory, GiB; pale: between steps")
+    speed.set_title("tokens a second")
+    memory.set_title("peak GiB (pale: resident)")
     for axes in (speed, memory):
         axes.set_xticks([])
-        axes.margins(x=0.16, y=0.01)
+        axes.margins(x=0.4, y=0.01)
         axes.tick_params(length=0)
         axes.spines[["top", "right", "bottom"]].set_visible(False)
     figure.text(0.012, 1 - 0.1 / height, title, **TITLE)
     figure.text(0.012, 1 - 0.34 / height, run.title, color=SECOND, va="top")
-    right = 0.95
-    for look in (LOOKS[name] for name in reversed(names)):
-        place = (right, 1 - 0.34 / height)
-        figure.text(*place, look.label, color=look.colour, ha="right", va="top", weight="bold")
-        right -= 0.02 + 0.0085 * len(look.label)  # width of a bold letter
+    left = 0.012
+    for look in (LOOKS[name] for name in names):
+        figure.text(left, 1 - 0.54 / height, look.label, color=look.colour, va="top", weight="bold", fontsize=9)
+        left += 0.03 + 0.0152 * len(look.label)  # width of a bold letter
     return figure
 
 
@@ -66,4 +65,4 @@ def _in_lines(task: str) -> str:
     return "\n".join(filter(None, [" ".join(words[:2]), " ".join(words[2:]), shape]))
 
 
-_IN_POINTS: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 7}
+_IN_POINTS: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 8.5}

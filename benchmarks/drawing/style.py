@@ -6,17 +6,17 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-LABEL = 7.5  # points
-WIDTH = 8.6  # inches, at 100 pixels each slightly wider than a README's column
+LABEL = 9  # points
+WIDTH = 5.4  # inches: on a screen of 400 pixels, a letter of 10 points is 9 pixels high
 INK, SECOND, FAINT, GRID = "#24292f", "#57606a", "#8b949e", "#e6e8eb"
 TITLE: dict[str, Any] = {"fontsize": 11, "fontweight": "bold", "va": "top"}
 STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans", "Verdana", "sans-serif"],  # similar widths
-    "font.size": 8.5,
+    "font.size": 10,
     "text.color": INK,
     "axes.labelcolor": INK,
-    "axes.titlesize": 9,
+    "axes.titlesize": 10,
     "axes.titlelocation": "left",
     "axes.edgecolor": FAINT,
     "xtick.color": INK,
@@ -38,19 +38,19 @@ class Look:
 
 LOOKS = {
     "liger_chunked": Look("liger_chunked", "#0072B2", "o"),
-    "liger_chunked, share_prefix=auto": Look("shared prompts", "#3B94C7", "X"),
+    "liger_chunked, share_prefix=auto": Look("shared prompts", "#009E73", "X"),
     "stock": Look("stock", "#555555", "s"),
     "liger-kernel layers": Look("stock, Liger's layers", "#D55E00", "^"),
-    "liger_chunked, 1792-token chunks": Look("1792-token chunks", "#0072B2", "o", filled=False),
-    "liger_chunked.linear_token_stats, 256 MiB": Look("token stats", "#0072B2", "o", filled=False),
+    "liger_chunked, 1792-token chunks": Look("1792-token chunks", "#5B5BD6", "o", filled=False),
+    "liger_chunked.linear_token_stats, 256 MiB": Look("token stats", "#00808A", "o", filled=False),
     "eager": Look("eager", "#555555", "s"),
     "torch.compile": Look("compile", "#B87D00", "D"),
     "liger-kernel": Look("Liger", "#D55E00", "^"),
-    "liger-kernel, C=16, fp32 accumulation": Look("Liger, 16 chunks", "#D55E00", "^", filled=False),
-    "liger-kernel, Triton": Look("Liger, Triton", "#D55E00", "^", filled=False),
+    "liger-kernel, C=16, fp32 accumulation": Look("Liger, 16 chunks", "#8C3D10", "^", filled=False),
+    "liger-kernel, Triton": Look("Liger, Triton", "#C2185B", "^", filled=False),
     "trl": Look("TRL", "#009E73", "v"),
     "cut-cross-entropy, exact": Look("CCE", "#AA4488", "P"),
-    "quack": Look("QuACK", "#3B94C7", "X"),
+    "quack": Look("QuACK", "#7A4FB5", "X"),
 }
 
 # Lighter versions of all colours above, for a dark page: at least 4.5 to 1 in contrast to the last one, the background.
@@ -62,7 +62,11 @@ _DARK = {
     "#d0d7de": "#3d444d",
     "#000000": "#e6edf3",
     "#0072b2": "#58b0f0",
-    "#3b94c7": "#8fd0f5",
+    "#5b5bd6": "#a3a3ff",
+    "#00808a": "#4fd0da",
+    "#8c3d10": "#d99a6c",
+    "#c2185b": "#ff7fb0",
+    "#7a4fb5": "#c3a3f0",
     "#555555": "#a9b1ba",
     "#d55e00": "#ff8f4a",
     "#b87d00": "#e0aa3e",

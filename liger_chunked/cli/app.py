@@ -229,7 +229,7 @@ def score(
     limit: Annotated[int | None, typer.Option(help="so many documents; default: all", min=1)] = None,
     dtype: Annotated[Dtype | None, typer.Option(help="default: bfloat16, on a CPU float32")] = None,
 ) -> None:
-    """Perplexity and accuracy of a model on a data set, without logits in memory."""
+    """Perplexity and accuracy of a model on a data set, from chunks of logits."""
     documents = scores.load_data(data, split)
     documents = documents if limit is None else documents.select(range(min(limit, len(documents))))
     device, _ = _device()

@@ -1,4 +1,4 @@
-"""Liger-Kernel 0.8.5's names and signatures: users change only their imports (docs/migration.md).
+"""Liger-Kernel 0.8.5's names and signatures: users change only their imports (docs/compare.md).
 
 `install()` serves imports of `liger_kernel` itself, where Liger-Kernel is not installed.
 

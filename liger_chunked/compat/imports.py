@@ -69,7 +69,7 @@ class _Finder(MetaPathFinder, Loader):
             served = ", ".join(f"{_ROOT}.{name}".removesuffix(".") for name in _SERVED if "." not in name)
             raise ModuleNotFoundError(
                 f"{fullname} is not served: liger_chunked.compat stands for liger_kernel and has {served}; see "
-                "docs/migration.md",
+                "docs/compare.md",
                 name=fullname,
             )
         return None

@@ -280,7 +280,7 @@ def defer_logits(
 
     No other line changes. In training mode, and where no gradient is recorded (`torch.no_grad`,
     `torch.inference_mode`), `linear(x)` computes nothing. `F.cross_entropy` of its result, and log-probabilities, run
-    chunk by chunk, with no logits in memory. Every other use of the logits gets them, computed once. transformers'
+    on chunks of logits. Every other use of the logits gets all of them, computed once. transformers'
     `generate` gets real logits.
 
         handle = defer_logits(model.lm_head)

@@ -271,9 +271,9 @@ class DeferredLogits(Lazy, StandIn):
     A head returns them to a model's forward while `defer_logits` or `apply_liger_kernel` is active. They are a
     `torch.Tensor` in the autograd graph: hooks, `retain_grad`, wrappers and checkpoints work as with any other.
     `F.cross_entropy`, `F.nll_loss`, `F.kl_div`, `gather` with `log_softmax` or `logsumexp`, `argmax`, and the mean or
-    sum over the vocabulary are fused: no logits exist, also after slices, views, casts, products with numbers, `tanh`,
-    and an added bias. Every other use gets the real logits: right, computed once, at the price of their memory; a line
-    in the log names the first such use.
+    sum over the vocabulary are fused: logits exist in chunks, also after slices, views, casts, products with numbers,
+    `tanh`, and an added bias. Every other use gets the real logits: right, computed once, at the price of their memory;
+    a line in the log names the first such use.
     """
 
     # `_geometry`: sizes, strides and offset in the cell's memory.

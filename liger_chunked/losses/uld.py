@@ -42,7 +42,7 @@ class LigerFusedLinearULDLoss(FusedLoss):
 
         sum(|scale * p - teacher_scale * q|)
 
-    The loss is the mean over rows. docs/losses.md says how to align rows, and what the scales are for.
+    The loss is the mean over rows. docs/reference/distillation.md says how to align rows, and what the scales are for.
 
     Args:
         teacher_options: `LogitOptions` with the teacher's `softcap`, `logit_scale` and `temperature`. None: the

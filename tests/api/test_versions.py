@@ -50,11 +50,11 @@ def test_losses_run_on_a_cpu_without_triton(fresh_process: Any, error: str) -> N
     code = """
 import torch
 from liger_chunked import LigerRMSNorm
-from liger_chunked.functional import cross_entropy_loss
+from liger_chunked import LigerFusedLinearCrossEntropyLoss
 from liger_chunked.kernels import backend
 weight, hidden = (torch.randn(n, 8, requires_grad=True) for n in (32, 5))
 target = torch.arange(5)
-loss = cross_entropy_loss(weight, LigerRMSNorm(8)(hidden), target)
+loss = LigerFusedLinearCrossEntropyLoss(weight, LigerRMSNorm(8)(hidden), target)
 loss.backward()
 assert weight.grad is not None and hidden.grad is not None
 print(backend.TRITON_ERROR, backend.TRITON_IS_BROKEN)

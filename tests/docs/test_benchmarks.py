@@ -217,7 +217,7 @@ def test_a_sentence_takes_its_numbers_and_keeps_its_words(tmp_path: Path) -> Non
 
 def test_pages_and_figures_are_those_of_the_kept_results(tmp_path: Path) -> None:
     """`make figures` changes nothing: tables and the text of figures. Positions depend on matplotlib's version."""
-    copies = [tmp_path / name for name in ("benchmarks.md", "convergence.md")]
+    copies = [tmp_path / name for name in ("benchmarks.md", "evidence.md")]
     for page in copies:
         shutil.copy(figures.DOCS / page.name, page)
     drawn = figures.main(["--out", str(tmp_path), "--table", str(copies[0]), "--convergence", str(copies[1])])
@@ -347,10 +347,10 @@ def test_figures_and_tables_of_steps(whole_steps: Path, tmp_path: Path) -> None:
     assert [path.name for path in drawn] == list(figures.STEP_FIGURES.values())
     text = (tmp_path / "page.md").read_text()
     assert "| tiny-llama 1 × 16 |" in text and "| KTO tiny-qwen2 2 × 16 |" in text
-    assert " · 3.0 · 2.0 |" in text
+    assert "| 3.0 (2.0) |" in text
     tables = [part.splitlines() for part in text.split("\n\n") if part.startswith("|")]
-    assert [len({line.count("|") for line in lines}) for lines in tables] == [1, 1, 1]
-    assert "| over liger_chunked |" in text and "| … `share_prefix=auto` |" in text
+    assert [len({line.count("|") for line in lines}) for lines in tables] == [1] * 6
+    assert "| × liger_chunked |" in text and "| … `share_prefix=auto` |" in text
 
 
 def test_steps_with_shared_prompts(whole_steps: Path) -> None:

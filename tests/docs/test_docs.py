@@ -219,6 +219,13 @@ def test_no_block_of_the_first_pages_is_left_out():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_lines_of_code_fit_the_column(page):
+    """88 characters at 1280 pixels; `style.css` has the size of the letters."""
+    wide = [line for block in blocks(page) for line in block.code.splitlines() if len(line) > 88]
+    assert not wide
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_relative_links_point_to_files(page):
     links = [link for link in LINK.findall(page.read_text()) if not re.match(r"[a-z]+:|#", link)]
     missing = [link for link in links if not (page.parent / link.partition("#")[0]).exists()]
@@ -226,25 +233,36 @@ def test_relative_links_point_to_files(page):
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "index.md"], ids=lambda page: page.name)
-def test_leading_numbers_are_the_measured_ones(page, tmp_path):
-    """Page and figures are what the generator makes of the kept runs."""
+def test_leading_numbers_are_the_measured_ones(page):
+    """The table is what the generator makes of the kept runs, and the figure has its numbers."""
     pytest.importorskip("matplotlib")
-    from benchmarks import figures, harness, headline, report
+    from benchmarks import figures, harness, headline
 
-    runs = {h.family: report.newest(harness.RESULTS, h.family) for h in headline.HEADLINES}
-    shown = headline.headlines({family: run for family, run in runs.items() if run})
-    assert len(shown) == len(headline.HEADLINES)
-    text = headline.markdown(shown, figures.headline_figure(page, figures.DOCS))
     between = page.read_text().partition(figures.HEADLINE_BEGIN)[2].partition(figures.HEADLINE_END)[0]
-    assert between.strip() == text
+    assert between.strip() == headline.markdown(harness.RESULTS)
     for name in (figures.HEADLINE, figures.HEADLINE_DARK):
         drawn = (figures.DOCS / name).read_text()
-        for of_panel, run in shown:
-            assert all(f">{of_panel.unit.format(value)}<" in drawn for value in of_panel.values(run).values()), name
+        assert [step.you_run for step in headline.steps(harness.RESULTS) if f">{step.over(0)}<" not in drawn] == []
+
+
+def test_the_leading_table_is_no_selection():
+    """It has a row for every trainer that was measured on its model, better or worse than stock."""
+    from benchmarks import harness, headline
+
+    shown = {(gain.family, gain.task) for gain in headline.GAINS}
+    for task in headline.found(harness.RESULTS, "trainers").cells:
+        assert "llama-3.2-1b" not in task or ("trainers", task) in shown, task
+    assert any(float(step.over(0)) < 1 for step in headline.steps(harness.RESULTS))
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/index.md", "docs/getting-started.md"])
+def test_the_address_of_a_clone_is_the_one_of_pyproject(name):
+    (address,) = re.findall(r'^Repository = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert set(re.findall(r"git clone (\S+)", (ROOT / name).read_text())) == {address}
 
 
 def test_every_public_name_is_in_the_index():
-    text = (ROOT / "docs" / "api.md").read_text()
+    text = (ROOT / "docs" / "reference" / "index.md").read_text()
     names = [*liger_chunked.__all__, *liger_chunked._OF_TRANSFORMERS, *liger_chunked._OF_TRL, *trl_trainers()]
     assert [name for name in names if f"`{name}`" not in text] == []
 

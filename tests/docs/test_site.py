@@ -46,11 +46,11 @@ def test_figures_and_papers_of_pages(markdown):
 
 def test_docstrings(markdown):
     doc = (
-        "DPO (Rafailov 2023, https://arxiv.org/abs/2305.18290), see `docs/losses.md`.\n\n"
+        "DPO (Rafailov 2023, https://arxiv.org/abs/2305.18290), see `docs/kept-ids.md`.\n\n"
         "Args:\n    beta: not 0.12345.\n\n>>> 1 + 1\n2\n\nMore."
     )
     assert markdown.docstring_markdown(doc) == (
-        "DPO (Rafailov 2023, [arXiv 2305.18290](https://arxiv.org/abs/2305.18290)), see [losses](../../losses/).\n\n"
+        "DPO (Rafailov 2023, [arXiv 2305.18290](https://arxiv.org/abs/2305.18290)), see [kept-ids](../kept-ids.md).\n\n"
         "Args:\n    beta: not 0.12345.\n\n```pycon\n>>> 1 + 1\n2\n```\n\nMore."
     )
 
@@ -59,7 +59,7 @@ def test_the_reference_has_every_trainer():
     pytest.importorskip("trl")
     from liger_chunked.integrations import trl
 
-    page = (ROOT / "docs" / "reference" / "trainers.md").read_text()
+    page = (ROOT / "docs" / "reference" / "models.md").read_text()
     assert [
         name for name in trl.__all__ if name.startswith("Liger") and f"::: {trl.__name__}.{name}\n" not in page
     ] == []

@@ -26,7 +26,7 @@ from liger_chunked import (
     LigerFusedLinearGRPOLoss,
     LigerFusedLinearKLDivLoss,
     LigerFusedLinearULDLoss,
-    functional,
+    LigerFusedLinearKLDivLoss,
     linear_token_stats,
 )
 from liger_chunked.engine import checks
@@ -223,7 +223,7 @@ OF_IGNORED: dict[str, tuple[Callable[..., Tensor], Callable[[int], Batch], dict[
         {"old_logps": float("nan"), "ref_logps": float("nan")},
     ),
     "teacher_ids": (
-        lambda batch: functional.kl_div_loss(**batch, weight_hard_loss=0.5)[0],
+        lambda batch: LigerFusedLinearKLDivLoss(**batch, weight_hard_loss=0.5)[0],
         top_k,
         {"teacher_ids": -3, "teacher_logps": float("nan")},
     ),

@@ -28,7 +28,7 @@ from liger_chunked import (
     LigerFusedLinearKLDivLoss,
     LigerFusedLinearPreferenceBase,
     Pairs,
-    functional,
+    LigerFusedLinearCrossEntropyLoss,
     linear_token_stats,
 )
 from liger_chunked.engine import sink, source
@@ -284,14 +284,14 @@ def test_a_changing_setting_compiles_anew():
 
     def smoothed(batch: Batch, smoothing: float, ignore_index: int, num_items: int) -> Tensor:
         given = batch | {"target": batch["target"].where(batch["target"] >= 0, ignore_index), "num_items": num_items}
-        return functional.cross_entropy_loss(**given, label_smoothing=smoothing, ignore_index=ignore_index)
+        return LigerFusedLinearCrossEntropyLoss(**given, label_smoothing=smoothing, ignore_index=ignore_index)
 
     compiled = whole(smoothed)
     for settings in ((0.1, -100, 37), (0.2, -100, 37), (0.3, -1, 37), (0.4, -2, 41), (0.1, -3, 43), (0.1, -3, 47)):
         assert torch.equal(compiled(batch, *settings), smoothed(batch, *settings))
 
 
-@pytest.mark.parametrize("function", [functional.cross_entropy_loss, linear_token_stats])
+@pytest.mark.parametrize("function", [LigerFusedLinearCrossEntropyLoss, linear_token_stats])
 def test_hidden(function):
     def call(batch: Batch) -> object:
         return function(batch["weight"], hidden=batch["input"], target=batch["target"], bias=batch["bias"])

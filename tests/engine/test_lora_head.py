@@ -24,7 +24,9 @@ from liger_chunked import (
     LigerFusedLinearDPOLoss,
     LigerFusedLinearJSDLoss,
     LogitOptions,
-    functional,
+    LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearGRPOLoss,
     linear_token_stats,
 )
 from liger_chunked.engine import sink
@@ -463,7 +465,7 @@ def test_adapters_merged_before_the_backward(loss, budget):
 def test_a_layer_in_place_of_a_weight():
     layer = peft_model().get_base_model().lm_head
     with pytest.raises(TypeError, match="weight must be a floating-point tensor, got Linear: pass an AdaptedWeight"):
-        functional.cross_entropy_loss(layer, torch.randn(3, layer.in_features), torch.arange(3))
+        LigerFusedLinearCrossEntropyLoss(layer, torch.randn(3, layer.in_features), torch.arange(3))
 
 
 @PEFT_WARNINGS
@@ -654,7 +656,7 @@ def test_float16_with_small_and_large_gradients(adapter, budget, device):
         dtypes = {"weight": dtype, "input": dtype, "down": of_adapter, "up": of_adapter}
         leaves = {name: given[name].to(dtypes[name]).requires_grad_() for name in given}
         weight = adapted(leaves["weight"], leaves["down"], leaves["up"])
-        loss, _ = functional.grpo_loss(
+        loss, _ = LigerFusedLinearGRPOLoss(
             weight,
             leaves["input"],
             target,
@@ -710,9 +712,9 @@ def test_every_way_to_call_a_loss():
     expected = LigerFusedLinearCrossEntropyLoss(label_smoothing=0.1)(weight, input, target)
     for found in (
         LigerFusedLinearCrossEntropyLoss(weight, input, target, label_smoothing=0.1),
-        functional.cross_entropy_loss(weight, input, target, label_smoothing=0.1),
-        functional.cross_entropy_loss(weight[:], input, target, label_smoothing=0.1),
-        functional.cross_entropy_loss(weight.detach(), input, target, label_smoothing=0.1),
+        LigerFusedLinearCrossEntropyLoss(weight, input, target, label_smoothing=0.1),
+        LigerFusedLinearCrossEntropyLoss(weight[:], input, target, label_smoothing=0.1),
+        LigerFusedLinearCrossEntropyLoss(weight.detach(), input, target, label_smoothing=0.1),
     ):
         assert found.equal(expected)
     assert (weight.shape, weight.ndim, weight.dtype, weight.device) == ((11, 4), 2, torch.float32, input.device)
@@ -737,7 +739,7 @@ def test_down_runs_once_with_the_callers_modes():
     LigerFusedLinearJSDLoss(**budget)(weight, input, weight, input)
     assert [grad for _, grad in calls[2:]] == [False, True]
     tagged = example(up=example()[0].up.as_subclass(Tagged))[0]
-    assert functional.cross_entropy_loss(tagged, input, target) == functional.cross_entropy_loss(weight, input, target)
+    assert LigerFusedLinearCrossEntropyLoss(tagged, input, target) == LigerFusedLinearCrossEntropyLoss(weight, input, target)
 
 
 REFUSED = [
@@ -762,12 +764,12 @@ REFUSED = [
 @pytest.mark.parametrize(("part", "value", "kind", "message"), REFUSED, ids=str)
 def test_refused(part, value, kind, message):
     weight, input, target = example(**{part: value})
-    for call in (functional.cross_entropy_loss, linear_token_stats):
+    for call in (LigerFusedLinearCrossEntropyLoss, linear_token_stats):
         with pytest.raises(kind, match=message):
             call(weight, input, target)
     if part == "up":
         with pytest.raises(kind, match=message.removeprefix("^").replace("weight\\.", "ref_weight\\.")):
-            functional.dpo_loss(example()[0], input, target, ref_input=input, ref_weight=weight)
+            LigerFusedLinearDPOLoss(example()[0], input, target, ref_input=input, ref_weight=weight)
 
 
 def test_check_loss_takes_no_adapted_weight():

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_chunked import LigerFusedLinearKLDivLoss, linear_token_stats
-from liger_chunked.functional import dpo_loss, kl_div_loss
+from liger_chunked import LigerFusedLinearDPOLoss, LigerFusedLinearKLDivLoss
 from liger_chunked.integrations.frameworks import cut_cross_entropy, megatron, nemo_rl, skyrl, verl
 
 WORLD = 2
@@ -730,7 +730,7 @@ def megatron_worker(rank: int, folder: str) -> None:
     # A divergence for each token, of a teacher's hidden states.
     x, w = case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_()
     teacher = {"teacher_weight": case.weight.flip(1), "teacher_input": case.hidden.flip(0)}
-    exact, _ = kl_div_loss(w, x, **teacher, target=masked.target, reduction="none", reverse=True)
+    exact, _ = LigerFusedLinearKLDivLoss(w, x, **teacher, target=masked.target, reduction="none", reverse=True)
     (exact * case.upstream[0]).sum().backward()
     loss = LigerFusedLinearKLDivLoss(reduction="none", reverse=True)
     own_teacher = {"teacher_weight": teacher["teacher_weight"][case.own], "teacher_input": teacher["teacher_input"]}
@@ -745,10 +745,10 @@ def megatron_worker(rank: int, folder: str) -> None:
     case = case._replace(hidden=torch.cat([case.hidden, case.hidden[:1].flip(1)]))
     case = case._replace(target=torch.cat([case.target, case.target[1:2]]))
     whole, mask = case.hidden.transpose(0, 1), torch.ones(B + 1, S)
-    (loss, _), weight, hidden = call(megatron.OutputProcessor(partial(dpo_loss, use_ref_model=False)), True, False)
+    (loss, _), weight, hidden = call(megatron.OutputProcessor(partial(LigerFusedLinearDPOLoss, use_ref_model=False)), True, False)
     loss.backward()
     w, x = case.weight.clone().requires_grad_(), case.hidden.clone().requires_grad_()
-    exact, _ = dpo_loss(w, x, case.target, use_ref_model=False)
+    exact, _ = LigerFusedLinearDPOLoss(w, x, case.target, use_ref_model=False)
     exact.backward()
     check(loss, exact.detach(), "dpo")
     assert w.grad is not None and x.grad is not None

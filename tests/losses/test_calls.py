@@ -16,7 +16,22 @@ from table import SMALL, Batch, drafts, examples, pairs, rollouts, students, tok
 from torch import Tensor, nn
 
 import liger_chunked as lc
-from liger_chunked import functional
+from liger_chunked import LigerFusedLinearBCOLoss
+from liger_chunked import LigerFusedLinearCosineSimilarityLoss
+from liger_chunked import LigerFusedLinearCPOLoss
+from liger_chunked import LigerFusedLinearCrossEntropyLoss
+from liger_chunked import LigerFusedLinearDPOLoss
+from liger_chunked import LigerFusedLinearDraftLoss
+from liger_chunked import LigerFusedLinearGRPOLoss
+from liger_chunked import LigerFusedLinearJSDLoss
+from liger_chunked import LigerFusedLinearKLDivLoss
+from liger_chunked import LigerFusedLinearKTOLoss
+from liger_chunked import linear_token_stats
+from liger_chunked import LigerFusedLinearOnPolicyDistillationLoss
+from liger_chunked import LigerFusedLinearORPOLoss
+from liger_chunked import LigerFusedLinearSimPOLoss
+from liger_chunked import LigerFusedLinearTVDLoss
+from liger_chunked import LigerFusedLinearULDLoss
 from liger_chunked.arguments import of_constructor
 from liger_chunked.losses.surrogates import SURROGATES
 from liger_chunked.types import LogitOptionsDict
@@ -38,51 +53,51 @@ def two_vocabularies() -> Batch:
 LOSSES: dict[str, tuple[Any, Callable[..., Any], Callable[[], Batch], dict[str, Any]]] = {
     "cross_entropy": (
         lc.LigerFusedLinearCrossEntropyLoss,
-        functional.cross_entropy_loss,
+        LigerFusedLinearCrossEntropyLoss,
         lambda: tokens(SMALL, seed=0),
         {"label_smoothing": 0.1, "return_z_loss": True, "ce_weight": torch.linspace(0.5, 2, V, dtype=torch.float64)},
     ),
     "dpo": (
         lc.LigerFusedLinearDPOLoss,
-        functional.dpo_loss,
+        LigerFusedLinearDPOLoss,
         lambda: pairs(SMALL, seed=0),
         {"beta": 0.3, "loss_type": ["hinge", "sigmoid"], "loss_weights": [0.2, 0.8]},
     ),
-    "orpo": (lc.LigerFusedLinearORPOLoss, functional.orpo_loss, lambda: pairs(SMALL, 0, ref=None), {"beta": 0.3}),
+    "orpo": (lc.LigerFusedLinearORPOLoss, LigerFusedLinearORPOLoss, lambda: pairs(SMALL, 0, ref=None), {"beta": 0.3}),
     "cpo": (
         lc.LigerFusedLinearCPOLoss,
-        functional.cpo_loss,
+        LigerFusedLinearCPOLoss,
         lambda: pairs(SMALL, 0, ref=None),
         {"cpo_alpha": 0.3, "alphapo_alpha": 0.2},
     ),
-    "simpo": (lc.LigerFusedLinearSimPOLoss, functional.simpo_loss, lambda: pairs(SMALL, 0, ref=None), {"gamma": 0.1}),
-    "kto": (lc.LigerFusedLinearKTOLoss, functional.kto_loss, labelled(kl=0.5), {"desirable_weight": 2.0}),
-    "bco": (lc.LigerFusedLinearBCOLoss, functional.bco_loss, labelled(delta=0.1), {"beta": 0.3}),
+    "simpo": (lc.LigerFusedLinearSimPOLoss, LigerFusedLinearSimPOLoss, lambda: pairs(SMALL, 0, ref=None), {"gamma": 0.1}),
+    "kto": (lc.LigerFusedLinearKTOLoss, LigerFusedLinearKTOLoss, labelled(kl=0.5), {"desirable_weight": 2.0}),
+    "bco": (lc.LigerFusedLinearBCOLoss, LigerFusedLinearBCOLoss, labelled(delta=0.1), {"beta": 0.3}),
     "grpo": (
         lc.LigerFusedLinearGRPOLoss,
-        functional.grpo_loss,
+        LigerFusedLinearGRPOLoss,
         lambda: rollouts(SMALL, seed=0, ref="tokens"),
         {"beta": 0.1, "reduction": "dapo"},
     ),
-    "kl_div": (lc.LigerFusedLinearKLDivLoss, functional.kl_div_loss, lambda: students(SMALL, 0), {"reverse": True}),
+    "kl_div": (lc.LigerFusedLinearKLDivLoss, LigerFusedLinearKLDivLoss, lambda: students(SMALL, 0), {"reverse": True}),
     "jsd": (
         lc.LigerFusedLinearJSDLoss,
-        functional.jsd_loss,
+        LigerFusedLinearJSDLoss,
         lambda: students(SMALL, 0),
         {"beta": 0.2, "teacher_options": lc.LogitOptions(softcap=3.0)},
     ),
-    "tvd": (lc.LigerFusedLinearTVDLoss, functional.tvd_loss, lambda: students(SMALL, 0), {"temperature": 2.0}),
+    "tvd": (lc.LigerFusedLinearTVDLoss, LigerFusedLinearTVDLoss, lambda: students(SMALL, 0), {"temperature": 2.0}),
     "cosine_similarity": (
         lc.LigerFusedLinearCosineSimilarityLoss,
-        functional.cosine_similarity_loss,
+        LigerFusedLinearCosineSimilarityLoss,
         lambda: students(SMALL, 0),
         {"weight_soft_loss": 0.9},
     ),
-    "uld": (lc.LigerFusedLinearULDLoss, functional.uld_loss, two_vocabularies, {"temperature": 2.0}),
-    "draft": (lc.LigerFusedLinearDraftLoss, functional.draft_loss, lambda: drafts(SMALL, 0, 2), {"divergence": "jsd"}),
+    "uld": (lc.LigerFusedLinearULDLoss, LigerFusedLinearULDLoss, two_vocabularies, {"temperature": 2.0}),
+    "draft": (lc.LigerFusedLinearDraftLoss, LigerFusedLinearDraftLoss, lambda: drafts(SMALL, 0, 2), {"divergence": "jsd"}),
     "on_policy_distillation": (
         lc.LigerFusedLinearOnPolicyDistillationLoss,
-        functional.on_policy_distillation_loss,
+        LigerFusedLinearOnPolicyDistillationLoss,
         lambda: students(SMALL, 0),
         {"kl_coef": 0.5, "teacher_options": lc.LogitOptions(softcap=3.0)},
     ),
@@ -267,7 +282,7 @@ def test_every_loss_has_a_function():
     names = {function.__name__ for _, function, *_ in LOSSES.values()}
     assert set(functional.__all__) == names | {"linear_token_stats"}
     assert lc.functional is functional and "functional" in dir(lc)
-    assert functional.linear_token_stats is lc.linear_token_stats
+    assert linear_token_stats is lc.linear_token_stats
 
 
 @pytest.mark.parametrize(
@@ -293,7 +308,7 @@ def test_a_function_answers_a_wrong_name(case, given, message):
 def test_a_callable_is_not_kept():
     """A callable may hold a reference to a batch."""
     batch = pairs(SMALL, seed=0)
-    losses = [functional.dpo_loss(**batch, loss_type=lambda pairs, a=a: a * pairs.logps[:, 0])[0] for a in (1.0, 2.0)]
+    losses = [LigerFusedLinearDPOLoss(**batch, loss_type=lambda pairs, a=a: a * pairs.logps[:, 0])[0] for a in (1.0, 2.0)]
     assert torch.equal(2 * losses[0], losses[1])
 
 
@@ -301,7 +316,7 @@ def test_functions_are_imported_when_asked_for(fresh_process):
     code = (
         "import sys, liger_chunked as lc\n"
         "assert 'liger_chunked.functional' not in sys.modules\n"
-        "lc.functional.dpo_loss\n"
+        "lc.LigerFusedLinearDPOLoss\n"
         "assert not {'torch._dynamo', 'transformers', 'trl'} & sys.modules.keys()"
     )
     fresh_process.run(code)

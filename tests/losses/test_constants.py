@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from liger_chunked import AdaptedWeight, arguments, functional, losses
 from liger_chunked.calls import altered
-from liger_chunked.functional import linear_token_stats
+from liger_chunked import linear_token_stats
 
 # Arguments with a gradient, and those that hold no floating-point tensor.
 DIFFERENTIATED = {"weight", "input", "hidden", "bias", "scale"}
@@ -40,21 +40,21 @@ def sampled(sizes: Any, seed: int) -> Batch:
 
 # By class: its function, and a batch.
 LOSSES: dict[type, tuple[Callable[..., Any], Callable[..., Batch]]] = {
-    losses.LigerFusedLinearCrossEntropyLoss: (functional.cross_entropy_loss, tokens),
-    losses.LigerFusedLinearDPOLoss: (functional.dpo_loss, pairs),
-    losses.LigerFusedLinearORPOLoss: (functional.orpo_loss, lambda *a: pairs(*a, ref=None)),
-    losses.LigerFusedLinearCPOLoss: (functional.cpo_loss, lambda *a: pairs(*a, ref=None)),
-    losses.LigerFusedLinearSimPOLoss: (functional.simpo_loss, lambda *a: pairs(*a, ref=None)),
-    losses.LigerFusedLinearKTOLoss: (functional.kto_loss, lambda *a: examples(*a, mismatched="states")),
-    losses.LigerFusedLinearBCOLoss: (functional.bco_loss, lambda *a: {**examples(*a), "delta": torch.zeros(())}),
-    losses.LigerFusedLinearGRPOLoss: (functional.grpo_loss, lambda *a: rollouts(*a, ref="states", weights="tokens")),
-    losses.LigerFusedLinearKLDivLoss: (functional.kl_div_loss, students),
-    losses.LigerFusedLinearJSDLoss: (functional.jsd_loss, students),
-    losses.LigerFusedLinearTVDLoss: (functional.tvd_loss, students),
-    losses.LigerFusedLinearCosineSimilarityLoss: (functional.cosine_similarity_loss, students),
-    losses.LigerFusedLinearOnPolicyDistillationLoss: (functional.on_policy_distillation_loss, sampled),
-    losses.LigerFusedLinearULDLoss: (functional.uld_loss, flat_students),
-    losses.LigerFusedLinearDraftLoss: (functional.draft_loss, whole_drafts),
+    losses.LigerFusedLinearCrossEntropyLoss: (LigerFusedLinearCrossEntropyLoss, tokens),
+    losses.LigerFusedLinearDPOLoss: (LigerFusedLinearDPOLoss, pairs),
+    losses.LigerFusedLinearORPOLoss: (LigerFusedLinearORPOLoss, lambda *a: pairs(*a, ref=None)),
+    losses.LigerFusedLinearCPOLoss: (LigerFusedLinearCPOLoss, lambda *a: pairs(*a, ref=None)),
+    losses.LigerFusedLinearSimPOLoss: (LigerFusedLinearSimPOLoss, lambda *a: pairs(*a, ref=None)),
+    losses.LigerFusedLinearKTOLoss: (LigerFusedLinearKTOLoss, lambda *a: examples(*a, mismatched="states")),
+    losses.LigerFusedLinearBCOLoss: (LigerFusedLinearBCOLoss, lambda *a: {**examples(*a), "delta": torch.zeros(())}),
+    losses.LigerFusedLinearGRPOLoss: (LigerFusedLinearGRPOLoss, lambda *a: rollouts(*a, ref="states", weights="tokens")),
+    losses.LigerFusedLinearKLDivLoss: (LigerFusedLinearKLDivLoss, students),
+    losses.LigerFusedLinearJSDLoss: (LigerFusedLinearJSDLoss, students),
+    losses.LigerFusedLinearTVDLoss: (LigerFusedLinearTVDLoss, students),
+    losses.LigerFusedLinearCosineSimilarityLoss: (LigerFusedLinearCosineSimilarityLoss, students),
+    losses.LigerFusedLinearOnPolicyDistillationLoss: (LigerFusedLinearOnPolicyDistillationLoss, sampled),
+    losses.LigerFusedLinearULDLoss: (LigerFusedLinearULDLoss, flat_students),
+    losses.LigerFusedLinearDraftLoss: (LigerFusedLinearDraftLoss, whole_drafts),
 }
 
 

@@ -139,7 +139,7 @@ def test_equal_gradients_are_those_of_the_mean(dtype: torch.dtype, device: str) 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 def test_clipped_ratios_of_trl(alpha: float) -> None:
-    """SDPO's loss of whole distributions with `distillation_is_clip`, as `docs/losses.md` composes it."""
+    """SDPO's loss of whole distributions with `distillation_is_clip`, as the reference composes it."""
     theirs = pytest.importorskip("trl.experimental.sdpo.loss_utils")
     given, valid = batch(), batch()["target"] >= 0
     weight, input = given["weight"].requires_grad_(), given["input"].requires_grad_()

@@ -34,7 +34,7 @@ from liger_chunked import (
 from liger_chunked.engine import choose, collectives, scattered
 from liger_chunked.engine.cutting import Chunk
 from liger_chunked.engine.rows import all_rows
-from liger_chunked.functional import dpo_loss
+from liger_chunked import LigerFusedLinearDPOLoss
 from liger_chunked.types import LossHead
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
@@ -304,11 +304,11 @@ def scattered_contracts(rank: int, folder: str) -> None:
     whole = torch.randn(vocab, hidden, generator=generator, dtype=torch.float64)
     given = {"target": target[0], "cu_seqlens": torch.tensor([0, 3, 25, 60, n]), "use_ref_model": False}
     x, w = wide.clone().requires_grad_(), whole.clone().requires_grad_()
-    expected, _ = dpo_loss(w, x, **given)
+    expected, _ = LigerFusedLinearDPOLoss(w, x, **given)
     expected.backward()
     own, rows = slice(rank * n // 2, (rank + 1) * n // 2), slice(rank * vocab // 2, (rank + 1) * vocab // 2)
     own_x, own_w = wide[own].clone().requires_grad_(), whole[rows].clone().requires_grad_()
-    found, _ = dpo_loss(own_w, own_x, **given, vocab_shard=shard, logits_budget=8 * 20 * 10)
+    found, _ = LigerFusedLinearDPOLoss(own_w, own_x, **given, vocab_shard=shard, logits_budget=8 * 20 * 10)
     found.backward()
     for ours, exact in ((found.detach(), expected.detach()), (own_x.grad, x.grad[own]), (own_w.grad, w.grad[rows])):
         assert relative_error(ours, exact) < 1e-9

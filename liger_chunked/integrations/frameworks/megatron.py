@@ -133,7 +133,7 @@ class _MTPHead:
 
 @contextmanager
 def chunked_heads(*, vocab_size: int | None = None, logits_budget: int | float | str | None = None) -> Iterator[None]:
-    """Compute the losses of multi-token prediction (MTP, arXiv 2412.19437) without logits, in models run in the block.
+    """Compute losses of multi-token prediction (MTP, arXiv 2412.19437) on chunks of logits, in models run in the block.
 
         with chunked_heads():
             pretrain(...)

@@ -45,7 +45,7 @@ def update(model: PreTrainedModel, **reasons: Any) -> None:
 
 
 def fuse(model: PreTrainedModel, fusion: Fusion | None) -> None:
-    """Make a model train without logits; None undoes this."""
+    """Make a model train on chunks of logits; None undoes this."""
     update(model, fusion=fusion)
 
 

@@ -91,8 +91,8 @@ def apply_liger_kernel(
             model has. True requires that it has them; False leaves them alone.
         cross_entropy: the loss on logits, without a float32 copy of them. None: off. It excludes
             `fused_linear_cross_entropy`.
-        fused_linear_cross_entropy: the loss without logits. None: on if the model's head allows it.
-        tiled_mlp: run the gated MLPs in tiles of tokens, for long sequences (`docs/long-contexts.md`): a backward holds
+        fused_linear_cross_entropy: the loss, on chunks of logits. None: on if the model's head allows it.
+        tiled_mlp: run the gated MLPs in tiles of tokens, for long sequences (`docs/memory.md`): a backward holds
             the activations of one tile. An int: the most tokens of a tile. True: max(4096, 2·H). "auto": so, where a
             sequence's activations take more than twice the memory. None or False: off. Experts are never tiled.
         defer_in_evaluation: whether calls in evaluation mode that record no gradient defer their logits too.

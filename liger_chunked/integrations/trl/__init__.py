@@ -1,4 +1,4 @@
-"""TRL's trainers, without logits: `patch_trl` for all of them, and classes for what a subclass alone gives.
+"""TRL's trainers, on chunks of logits: `patch_trl` for all of them, and classes for what a subclass alone gives.
 
 docs/trainers.md says which trainer computes what, and how.
 """

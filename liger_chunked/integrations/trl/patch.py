@@ -298,7 +298,7 @@ def _lora_heads(trainer: type[Any]) -> Iterator[None]:
 
 
 class patch_trl:
-    """Let trainers of TRL compute their losses from hidden states, with no logits in memory.
+    """Let trainers of TRL compute their losses from hidden states, on chunks of logits.
 
     Each trainer of TRL that is made while the patch is active is served: the stable and the experimental ones, and
     subclasses of them. It trains and logs what it does without the patch, and leaves its models as it found them. The
