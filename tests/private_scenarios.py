@@ -47,7 +47,6 @@ def stock(weight: Tensor, hidden: Tensor, target: Tensor) -> Tensor:
 
 
 def fused(weight: Tensor, hidden: Tensor, target: Tensor, **options: Any) -> Tensor:
-    from liger_chunked import LigerFusedLinearCrossEntropyLoss
 
     return cross_entropy_loss(weight, hidden, target, logits_budget=4 * V * 8, **options)
 
@@ -80,7 +79,7 @@ def losses() -> None:
     """Losses, also in a checkpoint and with a second backward, against plain torch."""
     from torch.utils.checkpoint import checkpoint
 
-    from liger_chunked import linear_token_stats, LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss
+    from liger_chunked import LigerFusedLinearDPOLoss, linear_token_stats
 
     weight, hidden, target = data = tensors()
     expected = step(stock, *data)
@@ -187,7 +186,6 @@ def base_kernels() -> None:
 def interpreted() -> None:
     """The Triton kernels, in Triton's interpreter."""
     os.environ["TRITON_INTERPRET"] = "1"
-    from liger_chunked import LigerFusedLinearCrossEntropyLoss
     from liger_chunked.kernels import backend
 
     assert backend.INTERPRETED and backend.triton is not None
@@ -273,7 +271,6 @@ def tensor_kinds() -> None:
 
 def compiled() -> None:
     """Compiled steps, whose graph breaks at a loss."""
-    from liger_chunked import LigerFusedLinearCrossEntropyLoss, functional
     from liger_chunked import LigerFusedLinearCrossEntropyLoss
 
     data = tensors()
@@ -466,7 +463,6 @@ def labelled_loss(model: nn.Module) -> Tensor:
 
 
 def head_fn_loss(model: nn.Module) -> Tensor:
-    from liger_chunked import LigerFusedLinearCrossEntropyLoss
 
     def fn(head: Any, given: Any) -> Tensor:
         return cross_entropy_loss(head.weight, given.hidden_states, given.target, head.bias)

@@ -20,7 +20,6 @@ import pytest
 LISTED = Path(__file__).with_suffix("").with_name("public_api.txt")
 MODULES = (
     "liger_chunked",
-    "liger_chunked.functional",
     "liger_chunked.losses.surrogates",
     "liger_chunked.testing",
     "liger_chunked.compat",
@@ -42,7 +41,7 @@ MODULES = (
     "liger_chunked.shared_prefix",
 )
 # Names that a module serves on request and does not list in `__all__`.
-ON_REQUEST = {"liger_chunked": ("__version__", "functional"), "liger_chunked.testing": ("check_model",)}
+ON_REQUEST = {"liger_chunked": ("__version__",), "liger_chunked.testing": ("check_model",)}
 CHANGED = """the public API differs from tests/api/public_api.txt:
 
 {}

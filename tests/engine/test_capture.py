@@ -26,7 +26,6 @@ from liger_chunked import (
     LigerFusedLinearGRPOLoss,
     LigerFusedLinearKLDivLoss,
     LigerFusedLinearULDLoss,
-    LigerFusedLinearKLDivLoss,
     linear_token_stats,
 )
 from liger_chunked.engine import checks

@@ -22,11 +22,9 @@ from liger_chunked import (
     AdaptedWeight,
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDPOLoss,
+    LigerFusedLinearGRPOLoss,
     LigerFusedLinearJSDLoss,
     LogitOptions,
-    LigerFusedLinearCrossEntropyLoss,
-    LigerFusedLinearDPOLoss,
-    LigerFusedLinearGRPOLoss,
     linear_token_stats,
 )
 from liger_chunked.engine import sink
@@ -739,7 +737,9 @@ def test_down_runs_once_with_the_callers_modes():
     LigerFusedLinearJSDLoss(**budget)(weight, input, weight, input)
     assert [grad for _, grad in calls[2:]] == [False, True]
     tagged = example(up=example()[0].up.as_subclass(Tagged))[0]
-    assert LigerFusedLinearCrossEntropyLoss(tagged, input, target) == LigerFusedLinearCrossEntropyLoss(weight, input, target)
+    assert LigerFusedLinearCrossEntropyLoss(tagged, input, target) == LigerFusedLinearCrossEntropyLoss(
+        weight, input, target
+    )
 
 
 REFUSED = [

@@ -30,8 +30,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from liger_chunked import LigerFusedLinearKLDivLoss, linear_token_stats
-from liger_chunked import LigerFusedLinearDPOLoss, LigerFusedLinearKLDivLoss
+from liger_chunked import LigerFusedLinearDPOLoss, LigerFusedLinearKLDivLoss, linear_token_stats
 from liger_chunked.integrations.frameworks import cut_cross_entropy, megatron, nemo_rl, skyrl, verl
 
 WORLD = 2
@@ -745,7 +744,9 @@ def megatron_worker(rank: int, folder: str) -> None:
     case = case._replace(hidden=torch.cat([case.hidden, case.hidden[:1].flip(1)]))
     case = case._replace(target=torch.cat([case.target, case.target[1:2]]))
     whole, mask = case.hidden.transpose(0, 1), torch.ones(B + 1, S)
-    (loss, _), weight, hidden = call(megatron.OutputProcessor(partial(LigerFusedLinearDPOLoss, use_ref_model=False)), True, False)
+    (loss, _), weight, hidden = call(
+        megatron.OutputProcessor(partial(LigerFusedLinearDPOLoss, use_ref_model=False)), True, False
+    )
     loss.backward()
     w, x = case.weight.clone().requires_grad_(), case.hidden.clone().requires_grad_()
     exact, _ = LigerFusedLinearDPOLoss(w, x, case.target, use_ref_model=False)

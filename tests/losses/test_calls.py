@@ -16,22 +16,24 @@ from table import SMALL, Batch, drafts, examples, pairs, rollouts, students, tok
 from torch import Tensor, nn
 
 import liger_chunked as lc
-from liger_chunked import LigerFusedLinearBCOLoss
-from liger_chunked import LigerFusedLinearCosineSimilarityLoss
-from liger_chunked import LigerFusedLinearCPOLoss
-from liger_chunked import LigerFusedLinearCrossEntropyLoss
-from liger_chunked import LigerFusedLinearDPOLoss
-from liger_chunked import LigerFusedLinearDraftLoss
-from liger_chunked import LigerFusedLinearGRPOLoss
-from liger_chunked import LigerFusedLinearJSDLoss
-from liger_chunked import LigerFusedLinearKLDivLoss
-from liger_chunked import LigerFusedLinearKTOLoss
-from liger_chunked import linear_token_stats
-from liger_chunked import LigerFusedLinearOnPolicyDistillationLoss
-from liger_chunked import LigerFusedLinearORPOLoss
-from liger_chunked import LigerFusedLinearSimPOLoss
-from liger_chunked import LigerFusedLinearTVDLoss
-from liger_chunked import LigerFusedLinearULDLoss
+from liger_chunked import (
+    LigerFusedLinearBCOLoss,
+    LigerFusedLinearCosineSimilarityLoss,
+    LigerFusedLinearCPOLoss,
+    LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearDraftLoss,
+    LigerFusedLinearGRPOLoss,
+    LigerFusedLinearJSDLoss,
+    LigerFusedLinearKLDivLoss,
+    LigerFusedLinearKTOLoss,
+    LigerFusedLinearOnPolicyDistillationLoss,
+    LigerFusedLinearORPOLoss,
+    LigerFusedLinearSimPOLoss,
+    LigerFusedLinearTVDLoss,
+    LigerFusedLinearULDLoss,
+    linear_token_stats,
+)
 from liger_chunked.arguments import of_constructor
 from liger_chunked.losses.surrogates import SURROGATES
 from liger_chunked.types import LogitOptionsDict
@@ -70,7 +72,12 @@ LOSSES: dict[str, tuple[Any, Callable[..., Any], Callable[[], Batch], dict[str, 
         lambda: pairs(SMALL, 0, ref=None),
         {"cpo_alpha": 0.3, "alphapo_alpha": 0.2},
     ),
-    "simpo": (lc.LigerFusedLinearSimPOLoss, LigerFusedLinearSimPOLoss, lambda: pairs(SMALL, 0, ref=None), {"gamma": 0.1}),
+    "simpo": (
+        lc.LigerFusedLinearSimPOLoss,
+        LigerFusedLinearSimPOLoss,
+        lambda: pairs(SMALL, 0, ref=None),
+        {"gamma": 0.1},
+    ),
     "kto": (lc.LigerFusedLinearKTOLoss, LigerFusedLinearKTOLoss, labelled(kl=0.5), {"desirable_weight": 2.0}),
     "bco": (lc.LigerFusedLinearBCOLoss, LigerFusedLinearBCOLoss, labelled(delta=0.1), {"beta": 0.3}),
     "grpo": (
@@ -94,7 +101,12 @@ LOSSES: dict[str, tuple[Any, Callable[..., Any], Callable[[], Batch], dict[str, 
         {"weight_soft_loss": 0.9},
     ),
     "uld": (lc.LigerFusedLinearULDLoss, LigerFusedLinearULDLoss, two_vocabularies, {"temperature": 2.0}),
-    "draft": (lc.LigerFusedLinearDraftLoss, LigerFusedLinearDraftLoss, lambda: drafts(SMALL, 0, 2), {"divergence": "jsd"}),
+    "draft": (
+        lc.LigerFusedLinearDraftLoss,
+        LigerFusedLinearDraftLoss,
+        lambda: drafts(SMALL, 0, 2),
+        {"divergence": "jsd"},
+    ),
     "on_policy_distillation": (
         lc.LigerFusedLinearOnPolicyDistillationLoss,
         LigerFusedLinearOnPolicyDistillationLoss,
@@ -308,7 +320,9 @@ def test_a_function_answers_a_wrong_name(case, given, message):
 def test_a_callable_is_not_kept():
     """A callable may hold a reference to a batch."""
     batch = pairs(SMALL, seed=0)
-    losses = [LigerFusedLinearDPOLoss(**batch, loss_type=lambda pairs, a=a: a * pairs.logps[:, 0])[0] for a in (1.0, 2.0)]
+    losses = [
+        LigerFusedLinearDPOLoss(**batch, loss_type=lambda pairs, a=a: a * pairs.logps[:, 0])[0] for a in (1.0, 2.0)
+    ]
     assert torch.equal(2 * losses[0], losses[1])
 
 

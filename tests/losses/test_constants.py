@@ -11,9 +11,8 @@ import torch
 from table import SMALL, Batch, drafts, examples, pairs, rollouts, students, tokens
 from torch import Tensor, nn
 
-from liger_chunked import AdaptedWeight, arguments, functional, losses
+from liger_chunked import AdaptedWeight, arguments, linear_token_stats, losses
 from liger_chunked.calls import altered
-from liger_chunked import linear_token_stats
 
 # Arguments with a gradient, and those that hold no floating-point tensor.
 DIFFERENTIATED = {"weight", "input", "hidden", "bias", "scale"}
@@ -47,7 +46,10 @@ LOSSES: dict[type, tuple[Callable[..., Any], Callable[..., Batch]]] = {
     losses.LigerFusedLinearSimPOLoss: (LigerFusedLinearSimPOLoss, lambda *a: pairs(*a, ref=None)),
     losses.LigerFusedLinearKTOLoss: (LigerFusedLinearKTOLoss, lambda *a: examples(*a, mismatched="states")),
     losses.LigerFusedLinearBCOLoss: (LigerFusedLinearBCOLoss, lambda *a: {**examples(*a), "delta": torch.zeros(())}),
-    losses.LigerFusedLinearGRPOLoss: (LigerFusedLinearGRPOLoss, lambda *a: rollouts(*a, ref="states", weights="tokens")),
+    losses.LigerFusedLinearGRPOLoss: (
+        LigerFusedLinearGRPOLoss,
+        lambda *a: rollouts(*a, ref="states", weights="tokens"),
+    ),
     losses.LigerFusedLinearKLDivLoss: (LigerFusedLinearKLDivLoss, students),
     losses.LigerFusedLinearJSDLoss: (LigerFusedLinearJSDLoss, students),
     losses.LigerFusedLinearTVDLoss: (LigerFusedLinearTVDLoss, students),

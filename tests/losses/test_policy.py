@@ -27,7 +27,6 @@ from liger_chunked import (
     Surrogate,
     linear_token_stats,
 )
-from liger_chunked import LigerFusedLinearGRPOLoss
 from liger_chunked.losses.grpo import LOSS_TYPES
 from liger_chunked.losses.policy import KL_ESTIMATORS
 from liger_chunked.losses.surrogates import SURROGATES, Clip, SurrogateOptions
@@ -848,7 +847,10 @@ def test_a_surrogate_of_a_user_as_a_function():
     batch = rollouts(SMALL, seed=15)
     once, twice = (LigerFusedLinearGRPOLoss(**batch, surrogate=Scaled(factor))[0] for factor in (1, 2))
     torch.testing.assert_close(twice, 2 * once, rtol=EXACT, atol=0)
-    assert LigerFusedLinearGRPOLoss(**batch, surrogate=Own(0.01))[0] != LigerFusedLinearGRPOLoss(**batch, surrogate=Own(0.3))[0]
+    assert (
+        LigerFusedLinearGRPOLoss(**batch, surrogate=Own(0.01))[0]
+        != LigerFusedLinearGRPOLoss(**batch, surrogate=Own(0.3))[0]
+    )
     assert LigerFusedLinearGRPOLoss(**batch, surrogate=Scaled(1))[1].clip_ratio is None
 
 

@@ -27,6 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from liger_chunked import (
     AdaptedWeight,
     LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearDPOLoss,
     LigerFusedLinearKLDivLoss,
     VocabShard,
     linear_token_stats,
@@ -34,7 +35,6 @@ from liger_chunked import (
 from liger_chunked.engine import choose, collectives, scattered
 from liger_chunked.engine.cutting import Chunk
 from liger_chunked.engine.rows import all_rows
-from liger_chunked import LigerFusedLinearDPOLoss
 from liger_chunked.types import LossHead
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
