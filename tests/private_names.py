@@ -35,9 +35,9 @@ SCENARIOS = {
     "in_tiles": "_top_saved_tensors_default_hooks _current_graph_task_id _version _backward_pre_hooks",
     "base_kernels": "_get_current_graph_task_keep_graph _base",
     "transforms": "is_legacy_batchedtensor _are_functorch_transforms_active _current_level",
-    "compiled": "get_eval_frame_callback skip_code _dynamo_marked_constant _torchdynamo_disable_msg",
+    "compiled": "get_eval_frame_callback skip_code _dynamo_marked_constant",
     "any_sizes": "maybe_mark_dynamic _config",
-    "deferred": "_version DisableTorchFunctionSubclass _schema _softmax_backward_data DispatchKey _buffers",
+    "deferred": "_version _torchdynamo_disable_msg DisableTorchFunctionSubclass _schema _softmax_backward_data DispatchKey _buffers",
     "changed_inputs": "_version",
     "numbers_of_the_host": "_assert_async _foreach_add_",
     "selective": "_pop_mode",
@@ -179,7 +179,8 @@ class _Reader(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        if isinstance(node.target, ast.Name) and node.value is not None and (path := self.path_of(node.value)):
+        path = None if node.value is None else self.path_of(node.value)
+        if isinstance(node.target, ast.Name) and path is not None and path.startswith("triton"):
             self.modules[node.target.id] = path
         self.generic_visit(node)
 
