@@ -12,6 +12,7 @@ from liger_chunked import (
     LigerFusedLinearBCOLoss,
     LigerFusedLinearCPOLoss,
     LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearDistillationBase,
     LigerFusedLinearDPOLoss,
     LigerFusedLinearGRPOLoss,
     LigerFusedLinearKTOLoss,
@@ -309,7 +310,8 @@ def test_loss_type_of_a_policy_loss_says_where_it_goes():
 
 
 def test_a_base_is_not_a_loss():
-    for base in (LigerFusedLinearPreferenceBase, LigerFusedLinearUnpairedPreferenceBase, LigerFusedLinearPolicyBase):
+    bases = (LigerFusedLinearPreferenceBase, LigerFusedLinearUnpairedPreferenceBase, LigerFusedLinearPolicyBase)
+    for base in (*bases, LigerFusedLinearDistillationBase):
         with pytest.raises(TypeError, match="abstract"):
             base()
 
@@ -480,6 +482,7 @@ POLICY = {
         rf"importance_weights must be {PER_SEQUENCE}, got \({T},\)"),
     "reference-missing": (grpo, {"_settings": {"beta": 0.1}},
         "GRPOLoss needs a reference: pass ref_input and ref_weight, or ref_logps"),
+    "reference-of-a2po": (grpo, {"_settings": {"surrogate": "a2po"}}, "needs a reference: pass ref_input"),
     "reference-twice": (grpo, {"_settings": {"beta": 0.1}, **REFERENCE, "ref_logps": f64(B, T)},
         "reference is given twice: as ref_logps"),
     "wrong-shape-from-a-subclass": (lambda: OneNumber()(**rollouts(SMALL, seed=0)), {},

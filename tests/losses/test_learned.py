@@ -210,17 +210,6 @@ def test_in_bfloat16_the_error_is_that_of_eager_code(kind):
         assert error <= max(1.1 * errors["eager"][name], 2**-8), (name, errors)
 
 
-def test_the_loss_is_differentiable_by_parameters_alone_under_gradcheck():
-    batch = pairs(SMALL, seed=1, ref=None)
-    loss = LearnedMargin(logits_budget=BUDGETS["chunks"])
-
-    def of(log_beta: Tensor, margin: Tensor) -> Tensor:
-        parameters = {"log_beta": log_beta, "margin": margin}
-        return torch.func.functional_call(loss, parameters, kwargs=batch)[0]
-
-    assert torch.autograd.gradcheck(of, [x.detach().clone().requires_grad_() for x in loss.parameters()])
-
-
 @by_budget
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_tensor_that_a_function_holds(inside, budget):
@@ -309,17 +298,6 @@ def test_a_hook_of_a_parameter_runs_once_on_the_whole_gradient(budget):
     handle.remove()
     hooked(**batch)[0].backward()
     assert len(seen) == 1
-
-
-def test_a_step_of_an_optimizer_trains_the_parameter():
-    make, _, batch = case("pairs")
-    loss = make()
-    before, optimizer = loss.margin.detach().clone(), torch.optim.SGD(loss.parameters(), lr=0.1)
-    first = loss(**batch)[0]
-    first.backward()
-    optimizer.step()
-    assert not torch.equal(loss.margin, before)
-    assert loss(**batch)[0] < first
 
 
 def test_second_derivatives_are_refused():

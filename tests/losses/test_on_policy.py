@@ -127,15 +127,6 @@ def test_the_samplers_distribution(surrogate: str) -> None:
     assert relative_error(metrics.kl, kl.detach()) < BOUND
 
 
-def test_an_argument_of_other_losses() -> None:
-    given = sampled()
-    target = torch.arange(12).view(2, 6)
-    weight = given.pop("weight")
-    loss = LigerFusedLinearOnPolicyDistillationLoss()
-    with pytest.raises(TypeError, match="has no argument 'deterministic'"):
-        loss(weight, **given, target=target, deterministic="batch")  # type: ignore[call-arg]
-
-
 def test_metrics() -> None:
     given = rollouts(SMALL, 0, ref="tokens")
     given["teacher_logps"] = given.pop("ref_logps")
