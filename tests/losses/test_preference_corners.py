@@ -210,9 +210,6 @@ def dpo_without_reference(*, use_ref_model: bool, **given: Any) -> Tensor:
 
 # Whose log-probabilities are sums, and whose are means over tokens.
 SIDES = {
-    "dpo": (LigerFusedLinearDPOLoss, {"use_ref_model": False}, dpo_without_reference),
-    "ipo": (LigerFusedLinearDPOLoss, {"use_ref_model": False, "loss_type": "ipo"}, dpo_without_reference),
-    "orpo": (LigerFusedLinearORPOLoss, {}, eager.orpo),
     "cpo": (LigerFusedLinearCPOLoss, {}, eager.cpo),
     "cpo-smoothed": (LigerFusedLinearCPOLoss, {"label_smoothing": 0.1, "cpo_alpha": 0.0}, eager.cpo),
     "cpo-hinge": (LigerFusedLinearCPOLoss, {"loss_type": "hinge"}, eager.cpo),
@@ -220,9 +217,12 @@ SIDES = {
     "cpo-simpo": (LigerFusedLinearCPOLoss, {"loss_type": "simpo"}, eager.cpo),
     "alphapo-sum": (LigerFusedLinearCPOLoss, {"alphapo_alpha": 0.05}, eager.cpo),
     "alphapo-mean": (LigerFusedLinearCPOLoss, {"alphapo_alpha": -0.3, "loss_type": "simpo"}, eager.cpo),
+    "orpo": (LigerFusedLinearORPOLoss, {}, eager.orpo),
     "simpo": (LigerFusedLinearSimPOLoss, {}, eager.simpo),
     "simpo-hinge": (LigerFusedLinearSimPOLoss, {"loss_type": "hinge"}, eager.simpo),
     "cpo-simpo-nll": (LigerFusedLinearSimPOLoss, {"compute_nll_loss": True}, eager.simpo),
+    "dpo": (LigerFusedLinearDPOLoss, {"use_ref_model": False}, dpo_without_reference),
+    "ipo": (LigerFusedLinearDPOLoss, {"use_ref_model": False, "loss_type": "ipo"}, dpo_without_reference),
 }
 HALF = SMALL.sequences // 2
 EMPTY = {
