@@ -111,36 +111,27 @@ class ReversedGradient(Function):
         return -ctx.factor * gradient, None
 
 
-class CrossEntropyByHand(Function):
-    """As chunked losses in public code: an in-place log-softmax on a copy, and the gradient in its place."""
+class Returned(Function):
+    """Returns what it gets, and not a view of it."""
 
     @staticmethod
-    def forward(ctx: Any, z: Tensor, target: Tensor) -> Tensor:
-        logp = z.detach().clone()
-        logp -= logp.logsumexp(-1, keepdim=True)
-        ctx.save_for_backward(logp, target)
-        return -logp.gather(-1, target[:, None]).mean()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        logp, target = ctx.saved_tensors
-        p = logp.exp()
-        p[torch.arange(len(target)), target] -= 1
-        return p * (gradient / len(target)), None
-
-
-class NewStyle(Function):
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.sin()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(inputs[0])
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return gradient * ctx.saved_tensors[0].cos()
+        return -gradient
+
+
+class Doubled(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient * 2
 
 
 def in_a_list(w: World) -> Any:
@@ -162,8 +153,9 @@ FUNCTIONS: dict[str, Callable[[World], Any]] = {
     "squares": lambda w: Squares.apply(w.z()),
     "identity-of-two": lambda w: (lambda a, b: loss_of(w, a) + b.square().sum())(*Identity.apply(w.z(), w.hidden())),
     "reversed": lambda w: loss_of(w, ReversedGradient.apply(w.z(), 0.3)),
-    "by-hand": lambda w: CrossEntropyByHand.apply(w.rows(), w.ids.flatten()),
-    "new-style": lambda w: NewStyle.apply(w.z()).sum(-1),
+    "returned": lambda w: loss_of(w, Returned.apply(w.z())),
+    "dirty": lambda w: (lambda z: loss_of(w, Doubled.apply(z)) + loss_of(w, z))(w.z()),
+    "dirty-copy": lambda w: (lambda z: loss_of(w, Doubled.apply(z * 1.0)) + loss_of(w, z))(w.z()),
     "in-a-list": in_a_list,
     "after-a-loss": lambda w: (lambda z: loss_of(w, z) + Squares.apply(z).mean())(w.z()),
     "edited-then": lambda w: (lambda z: Squares.apply(z.mul_(2)))(w.z()),

@@ -7,7 +7,6 @@ gradients of stock, or be refused in words.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from typing import Any
@@ -381,47 +380,6 @@ CASES |= {
 }
 
 
-# Functions that return what they get
-
-
-class Returned(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, z: Tensor) -> Tensor:
-        return z
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return -g
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, z: Tensor) -> Tensor:
-        ctx.mark_dirty(z)
-        return z.mul_(2)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return g * 2
-
-
-def through(apply: Any, also_before: bool = False) -> Any:
-    """pytorch/pytorch#109805: an `autograd.Function` that returns its input loses the subclass."""
-
-    def program(w: Any) -> Any:
-        z = w.z()
-        after = apply(w, z)
-        return loss_of(w, after), *((loss_of(w, z),) if also_before else ())
-
-    return program
-
-
-CASES |= {
-    "pytorch-109805-returned": fused(through(lambda w, z: Returned.apply(z))),
-    "pytorch-109805-dirty-copy": Case(through(lambda w, z: Doubled.apply(z * 1.0), also_before=True)),
-}
-
-
 # Tools that look into modules, operations and memory
 
 
@@ -445,18 +403,9 @@ def flop_counter(w: Any) -> Any:
     return FlopCounterMode(display=False)
 
 
-@contextlib.contextmanager
-def profiler(w: Any) -> Any:
-    with torch.profiler.profile(record_shapes=True, with_stack=True, profile_memory=True, with_modules=True) as found:
-        yield
-    found.key_averages()
-
-
-TOOLS = {"flops": flop_counter, "profiler": profiler}
 CASES |= {
-    f"pytorch-131753-{name}-{kind}-{'grad' if grad else 'backward'}": Case(watched(tool, loss, grad), may_raise=grad)
+    f"pytorch-131753-{kind}-{'grad' if grad else 'backward'}": Case(watched(flop_counter, loss, grad), may_raise=grad)
     for grad in (False, True)
-    for name, tool in TOOLS.items()
     for kind, loss in {"loss": loss_of, "topk": lambda w, z: z.topk(2, -1).values.sum() + loss_of(w, z)}.items()
 }
 

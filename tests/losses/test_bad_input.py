@@ -22,10 +22,12 @@ from liger_chunked import (
     LigerFusedLinearSimPOLoss,
     LigerFusedLinearUnpairedPreferenceBase,
     LogitOptions,
+    Surrogate,
     adaptive_entropy_coef,
     linear_token_stats,
     rollout_importance_weights,
 )
+from liger_chunked.losses.surrogates import Clip
 
 V, H = SMALL.vocab, SMALL.hidden
 B, T = SMALL.sequences, SMALL.length
@@ -304,6 +306,11 @@ def test_mixed_dtypes_of_the_reference():
         dpo(ref_input=f64(B, T, 8), ref_weight=torch.zeros(V, 8))
 
 
+def test_a_class_as_a_surrogate():
+    with pytest.raises(TypeError, match=r"surrogate must be an object, Clip\(\.\.\.\), got the class Clip"):
+        GRPO(surrogate=Clip)
+
+
 def test_loss_type_of_a_policy_loss_says_where_it_goes():
     with pytest.raises(TypeError, match=r"takes TRL's loss_type as LigerFusedLinearGRPOLoss.from_loss_type"):
         GRPO(loss_type="dapo")
@@ -405,6 +412,17 @@ def test_unpaired(case):
     refuses(*UNPAIRED[case])
 
 
+class OfTokens(Surrogate):
+    needs_tokens, reads_ratio = True, False
+
+    def cost(self, rollouts):
+        return -rollouts.logps * rollouts.advantages
+
+
+class WithoutRatio(OfTokens):
+    needs_tokens = False
+
+
 class OneNumber(LigerFusedLinearPolicyBase):
     def policy_loss(self, rollouts):
         return rollouts.logps.mean()
@@ -437,6 +455,14 @@ POLICY = {
     "temperature-of-clip": (GRPO, {"sapo_temperature_pos": 2.0}, r"not read by surrogate 'clip', only by \['sapo'\]"),
     "level-of-gmpo": (GRPO, {"surrogate": "gmpo", "importance_level": "sequence"},
         "importance_level must be 'token', got 'sequence'"),
+    "level-of-an-object": (GRPO, {"surrogate": OfTokens(), "importance_level": "sequence"},
+        "surrogate OfTokens takes its ratios per token: importance_level must be 'token', got 'sequence'"),
+    "unread-level-of-an-object": (GRPO, {"surrogate": WithoutRatio(), "importance_level": "sequence"},
+        "importance_level='sequence' is not read by surrogate WithoutRatio, whose cost has no ratio of that level"),
+    "setting-beside-an-object": (GRPO, {"surrogate": Clip(epsilon_low=0.1), "epsilon_low": 0.2},  # also at its default
+        r"epsilon_low=0.2 is not read by a surrogate that is an object: pass it to Clip\(\.\.\.\)"),
+    "scope-of-an-object": (lambda: type("Misspelt", (Surrogate,), {"scope": "tokens"}), {},
+        r"Misspelt.scope must be one of \('token', 'sequence', 'batch'\), got 'tokens'"),
     "group-size": (GRPO, {"surrogate": "real"},
         "surrogate 'real' needs group_size, the number of sequences a prompt, got None"),
     "group-of-one": (GRPO, {"surrogate": "real", "group_size": 1}, "group_size must be 2 or more, got 1"),

@@ -202,14 +202,6 @@ def test_statistics_for_metrics_are_detached(budget, monkeypatch):
     assert not any(x.requires_grad for x in kept[0] if x is not None)
 
 
-def test_callable_beside_a_name():
-    batch = pairs(SMALL, seed=0)
-    mixed, _ = LigerFusedLinearDPOLoss(loss_type=["sigmoid", hinge], loss_weights=[0.25, 2.0])(**batch)
-    sigmoid, _ = LigerFusedLinearDPOLoss()(**batch)
-    named, _ = LigerFusedLinearDPOLoss(loss_type="hinge")(**batch)
-    torch.testing.assert_close(mixed, 0.25 * sigmoid + 2.0 * named, rtol=1e-12, atol=0)
-
-
 def test_a_field_that_is_not_declared_is_named():
     class Undeclared(Confident):
         token_outputs = ()
