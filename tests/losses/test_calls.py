@@ -368,15 +368,6 @@ def test_calls_that_do_not_bind(call, message):
         call()
 
 
-def test_a_type_error_from_within_is_left_alone():
-    class Broken(Margin):
-        def preference_loss(self, pairs):
-            raise TypeError("mine")
-
-    with pytest.raises(TypeError, match=r"^mine$"):
-        Broken()(**pairs(SMALL, seed=0, ref=None))
-
-
 # Tensors
 
 
@@ -487,20 +478,7 @@ class WithoutSuper(Margin):
         self.gamma = 1.0
 
 
-class PastItsBase(Margin):
-    def __init__(self):
-        nn.Module.__init__(self)
-
-
-class OfModuleAlone(lc.LigerFusedLinearDistillationBase):
-    def __init__(self):
-        super(lc.LigerFusedLinearDistillationBase, self).__init__()
-
-    def divergence(self, student_logits, teacher_logits):
-        return (student_logits - teacher_logits).square().sum(-1)
-
-
-@pytest.mark.parametrize("cls", [WithoutSuper, PastItsBase, OfModuleAlone])
+@pytest.mark.parametrize("cls", [WithoutSuper])
 def test_a_constructor_that_leaves_out_its_base(cls):
     with pytest.raises(RuntimeError, match=rf"^{cls.__name__}.__init__ does not call super\(\).__init__\(\)"):
         cls()
@@ -537,12 +515,3 @@ def test_a_wrong_declaration_is_reported_where_it_is_made(case, where):
         made = type(base)("X", (base,), attributes if where == "class" else {"__init__": __init__})
         assert where == "constructor"
         made()
-
-
-def test_a_property_may_declare():
-    class Computed(Margin):
-        @property
-        def token_outputs(self):
-            return ("entropy",)
-
-    assert Computed(use_ref_model=False)(**pairs(SMALL, seed=0, ref=None))[0].isfinite()
