@@ -22,6 +22,8 @@ from against_stock import (
     deferred,
     fused,
     is_tensor,
+    logps,
+    loss_of,
     raises,
     replaced,
     run,
@@ -32,14 +34,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from liger_chunked.kernels import backend
-
-
-def loss_of(w: World, z: Any) -> Tensor:
-    return F.cross_entropy(z.reshape(-1, z.shape[-1]), w.y.reshape(-1))
-
-
-def logps(w: World, z: Any) -> Tensor:
-    return z.log_softmax(-1).gather(-1, w.ids.unsqueeze(-1)).squeeze(-1)
 
 
 def remembered(w: World, z: Any) -> Any:

@@ -24,6 +24,7 @@ from against_stock import (
     check,
     deferred,
     fused,
+    loss_of,
     raises,
     refusable,
     replaced,
@@ -34,10 +35,6 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unfl
 
 # torch says in warnings that some of these are of no use, such as `.grad` of a tensor that is no leaf.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-
-
-def loss_of(w: World, z: Any) -> Tensor:
-    return F.cross_entropy(z.reshape(-1, V), w.y.reshape(-1))
 
 
 # What frameworks do with the output of a model

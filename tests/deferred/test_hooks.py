@@ -8,16 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from against_stock import Case, V, World, check, deferred, fused, raises, refusable
+from against_stock import Case, V, World, check, deferred, fused, loss_of, raises, refusable
 from torch import Tensor, nn
 from torch.nn.modules import module as of_modules
 
 # torch says in warnings that `.grad` of some tensors is empty, or that an input of a hooked module has no gradient.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-
-
-def loss_of(w: World, z: Any) -> Tensor:
-    return F.cross_entropy(z.reshape(-1, V), w.y.reshape(-1))
 
 
 # Hooks of modules

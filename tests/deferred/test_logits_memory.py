@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from against_stock import Defer, World, deferred, differences, replaced, run, stock
+from against_stock import Defer, World, deferred, differences, logps, loss_of, replaced, run, stock
 from torch import Tensor
 from torch.autograd import Function
 
@@ -26,14 +26,6 @@ def small_blocks() -> Any:
     """The kernels on a CPU take blocks of rows too: let one be smaller than the logits."""
     with replaced(backend, "TORCH_BLOCK", {"cpu": 4 * V}):
         yield
-
-
-def loss_of(w: World, z: Any) -> Tensor:
-    return F.cross_entropy(z.reshape(-1, V), w.y.reshape(-1))
-
-
-def logps(w: World, z: Any) -> Tensor:
-    return z.log_softmax(-1).gather(-1, w.ids.unsqueeze(-1)).squeeze(-1)
 
 
 def by_position(w: World) -> Any:

@@ -14,15 +14,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from against_stock import Case, V, check, deferred, differences, fused, is_tensor, refusable, run, stock
+from against_stock import Case, V, check, deferred, differences, fused, is_tensor, loss_of, refusable, run, stock
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 CASES: dict[str, Case] = {}
-
-
-def loss_of(w: Any, z: Any) -> Tensor:
-    return F.cross_entropy(z.flatten(0, 1), w.y.flatten())
 
 
 def forbidden() -> Tensor:
