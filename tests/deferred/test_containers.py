@@ -37,9 +37,6 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unfl
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 
 
-# What frameworks do with the output of a model
-
-
 # How frameworks walk over an output: by pytrees, by `isinstance`, by `torch.is_tensor`, by a `dtype`.
 WALKS: dict[str, Callable[[Any], Any]] = {
     "map": lambda out: tree_map(lambda x: x * 2 if isinstance(x, torch.Tensor) else x, out),

@@ -237,7 +237,7 @@ def test_kl_estimators(estimator, corrected):
     assert_same(ours, evaluate(lambda batch: eager.grpo(**batch, **settings)[0], batch))
 
 
-# The entropy bonus
+# Trust regions
 
 
 @pytest.mark.parametrize("surrogate", ["dppo_tv", "dppo_kl", "ipo"])

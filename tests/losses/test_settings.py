@@ -130,8 +130,6 @@ def test_what_else_is_set_of_a_finished_loss():
     assert torch.isfinite(loss(**batch)[0])
 
 
-# Ignored settings
-
 # Options whose other values change results in every loss that takes them: by name, such values.
 CHANGES: dict[str, list[Any]] = {
     "ignore_index": [1], "softcap": [2.0], "logit_scale": [1.7], "temperature": [0.6],
