@@ -25,6 +25,46 @@ def logps(z: Any, ids: Tensor) -> Any:
     return z.log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
 
 
+# Edits of logits beside views and copies of them that were made before. Random programs have such edits in chains, but
+# draw each of these rarely.
+
+MADE: dict[str, Callable[[Any], Any]] = {
+    "view": lambda z: z.view(-1, V),
+    "slice": lambda z: z[:, 1:],
+    "copy": lambda z: z.clone(),
+}
+
+
+def by_numpy(w: World, z: Any) -> None:
+    z.detach().numpy()[..., 3] = -5.0
+
+
+def by_data(w: World, z: Any) -> None:
+    z.data = w.constant(*z.shape)
+
+
+EDITS: dict[str, Callable[[World, Any], Any]] = {
+    "foreach-mul": lambda w, z: torch._foreach_mul_([z], 2.0),
+    "foreach-zero": lambda w, z: torch._foreach_zero_([z]),
+    "out": lambda w, z: torch.add(z.detach(), 1.0, out=z.detach()),
+    "scatter_": lambda w, z: z.scatter_(-1, w.ids[..., None], 0.5),
+    "copy_": lambda w, z: z.copy_(w.leaf("other", *z.shape)),
+    "dropout": lambda w, z: F.dropout(z, 0.5, inplace=True),
+    "numpy": by_numpy,
+    "data": by_data,
+}
+
+
+def edited(make: Callable[[Any], Any], edit: Callable[[World, Any], Any], of_made: bool) -> Callable[[World], Any]:
+    def program(w: World) -> Any:
+        z = w.z()
+        made = make(z)
+        edit(w, made if of_made and made.ndim == z.ndim else z)
+        return [y for x in (made, z) for y in ((x * 1.0).sum(-1), loss_of(x))]
+
+    return program
+
+
 # Tensors that an operation on logits reads, and that change later
 
 
@@ -190,6 +230,15 @@ def steps(metric: Callable[[Any], Any], before: bool) -> Callable[[World], Any]:
 
 
 CASES: dict[str, Case] = {
+    **{
+        f"{edit}-{make}-{'made' if of_made else 'logits'}": Case(
+            edited(MADE[make], EDITS[edit], of_made), may_raise=True, uncounted=edit in ("numpy", "data")
+        )
+        for edit in EDITS
+        for make in MADE
+        for of_made in (False, True)
+        if not (edit == "scatter_" and of_made)
+    },
     **{
         f"later-{name}-{'grad' if grad else 'no-grad'}": Case(
             changed_later(make, value, other, grad), may_raise=True, refusable=name not in OF_NUMBERS
