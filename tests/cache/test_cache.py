@@ -85,23 +85,6 @@ def test_a_teachers_cache_is_its_top_k_in_a_shuffled_loader(model: Any, tmp_path
     assert seen == 3
 
 
-def test_a_loss_takes_the_cached_teacher(model: Any, tmp_path: Path) -> None:
-    rows = [row for row in sequences() if len(row["input_ids"]) > 3]
-    cache = write_cache(tmp_path / "a.parquet", model, rows, tokenizer=None, k=VOCAB, temperature=2.0)
-    batch = cache.collate(list(cache))
-    hidden = torch.randn(*batch["labels"].shape, 16)
-    weight, target = torch.randn(VOCAB, 16), next_tokens(batch)
-    loss, _ = LigerFusedLinearKLDivLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, temperature=2.0)(
-        weight, hidden, target=target, teacher=batch["teacher"]
-    )
-    counts = target != -100
-    log_p = (hidden @ weight.T / 2).log_softmax(-1)[counts]
-    z = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits / 2
-    log_q = z.log_softmax(-1)[counts].detach()
-    expected = (log_q.exp() * (log_q - log_p)).sum(-1).mean()
-    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("k", [0, 8])
 def test_costs_one_product_with_each_predicted_token(k: int, tmp_path: Path) -> None:
     class Embeddings(nn.Module):

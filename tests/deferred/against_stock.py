@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -60,6 +61,16 @@ def plain(x: Any) -> Tensor:
 def is_tensor(x: Any) -> bool:
     """Return whether `x` has values to compare. Deferred logits count, also where they are no `torch.Tensor`."""
     return isinstance(x, Tensor | DeferredLogits)
+
+
+def loss_of(w: Any, z: Any) -> Tensor:
+    """The cross entropy of logits with the world's targets."""
+    return F.cross_entropy(z.reshape(-1, z.shape[-1]), w.y.reshape(-1))
+
+
+def logps(w: Any, z: Any) -> Tensor:
+    """The log-probabilities of the world's ids, as trainers compute them."""
+    return z.log_softmax(-1).gather(-1, w.ids.unsqueeze(-1)).squeeze(-1)
 
 
 class Watch(TorchDispatchMode):

@@ -1,4 +1,7 @@
-"""How public training code uses logits: stock's loss and gradients, and for the idioms of `FUSED` no logits."""
+"""How public training code uses logits: stock's loss and gradients, and for the idioms of `FUSED` no logits.
+
+Random programs (programs.py) have the values and gradients of views, copies and losses in any order.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from against_stock import Case, V, World, check, deferred, fused, replaced, slightly_wrong, stock
+from against_stock import Case, V, World, check, deferred, fused, replaced, slightly_wrong
 from torch import Tensor, nn
 
 from liger_chunked.kernels import backend
@@ -27,19 +30,9 @@ def shifted(z: Any, y: Tensor) -> Tensor:
     return F.cross_entropy(z[..., :-1, :].contiguous().view(-1, V), y[..., 1:].contiguous().view(-1))
 
 
-def padded_labels(z: Any, y: Tensor) -> Tensor:
-    labels = F.pad(y, (0, 1), value=-100)[..., 1:].contiguous()
-    return F.cross_entropy(z.double().view(-1, V), labels.view(-1), reduction="sum", ignore_index=-100) / 11
-
-
 def selective_log_softmax(z: Any, ids: Tensor) -> Tensor:
     chosen = torch.gather(z, dim=-1, index=ids.unsqueeze(-1)).squeeze(-1)
     return chosen - torch.stack([torch.logsumexp(row, dim=-1) for row in z])
-
-
-def rows_of_log_softmax(z: Any, ids: Tensor) -> Tensor:
-    rows = [F.log_softmax(row, dim=-1).gather(-1, i.unsqueeze(-1)).squeeze(-1) for row, i in zip(z, ids, strict=True)]
-    return torch.stack(rows)
 
 
 def z_loss(w: World) -> Tensor:
@@ -50,16 +43,6 @@ def z_loss(w: World) -> Tensor:
 def focal(w: World) -> Tensor:
     per_token = ce(w.z(), w.y, reduction="none")
     return ((1 - torch.exp(-per_token)) ** 2 * per_token).sum() / w.mask.sum()
-
-
-def focal_of_log_softmax(w: World) -> Tensor:
-    logp = logps(w.z(), w.ids)
-    return -((1 - logp.exp()) ** 2 * logp).mean()
-
-
-def mean_of_sequences(w: World) -> Tensor:
-    per_token = F.cross_entropy(w.z().transpose(1, 2), w.y, reduction="none")
-    return (per_token.sum(1) / w.mask.sum(1)).mean()
 
 
 def grpo(w: World) -> Tensor:
@@ -90,20 +73,6 @@ def dpo_of_one_batch(w: World) -> Tensor:
     return -F.logsigmoid(0.1 * (chosen - rejected)).mean() - chosen.mean() / 7
 
 
-def ppo(w: World) -> Any:
-    z = w.z()
-    logp, old = -ce(z, w.ids, reduction="none"), -ce(w.z_teacher(), w.ids, reduction="none").detach()
-    ratio = (logp - old).clamp(max=3).exp()
-    return [(-ratio * w.adv.flatten()).mean(), z.argmax(-1)]
-
-
-def accuracy(w: World) -> Any:
-    z = w.z()
-    loss = ce(z, w.y)
-    hits = (z.argmax(dim=-1) == w.y) & w.mask
-    return [loss, hits.sum() / w.mask.sum()]
-
-
 def accuracy_of_the_shift(w: World) -> Any:
     z = w.z()
     loss = shifted(z, w.y)
@@ -126,12 +95,6 @@ def entropy_of_some_tokens(w: World) -> Any:
     """The product is made of all tokens, and its rows are selected before the sum."""
     logp = F.log_softmax(w.z(), -1)
     return -(logp.exp() * logp)[w.mask].sum(-1).mean()
-
-
-def entropy_of_probabilities(w: World) -> Any:
-    z = w.z()
-    p = F.softmax(z, dim=-1)
-    return ce(z, w.y) - 0.01 * (torch.logsumexp(z, dim=-1) - (p * z).sum(-1)).mean()
 
 
 def distillation(log_target: bool) -> Callable[[World], Tensor]:
@@ -159,11 +122,6 @@ def unlikelihood(w: World) -> Tensor:
     return ce(z, w.y) - torch.log((1 - negative).clamp(min=1e-5)).mean()
 
 
-def unlikelihood_of_softmax(w: World) -> Tensor:
-    p = w.z().softmax(-1)
-    return -torch.log(1 - p.gather(-1, w.ids.unsqueeze(-1))).mean()
-
-
 def symmetric_kl(a: Any, b: Any) -> Tensor:
     sides = [
         F.kl_div(F.log_softmax(p, dim=-1), F.softmax(q, dim=-1), reduction="none").sum(-1) for p, q in ((a, b), (b, a))
@@ -174,11 +132,6 @@ def symmetric_kl(a: Any, b: Any) -> Tensor:
 def r_drop(w: World) -> Tensor:
     a, b = w.model(w.x), w.model(F.dropout(w.x, 0.3))
     return 0.5 * (ce(a, w.y) + ce(b, w.y)) + symmetric_kl(a, b)
-
-
-def two_passes(w: World) -> Tensor:
-    a, b = w.model(w.x), w.model(F.dropout(w.x, 0.3))
-    return 0.5 * (ce(a, w.y) + ce(b, w.y))
 
 
 def lora(w: World) -> Tensor:
@@ -195,38 +148,10 @@ def tied(w: World) -> Tensor:
     return ce(z, w.y)
 
 
-def accumulated(w: World) -> Any:
-    losses = []
-    for x, y in zip(w.x.split(1), w.y.split(1), strict=True):
-        loss = ce(w.model(x), y) / 3
-        loss.backward()
-        losses.append(loss.detach())
-    return losses
-
-
-def backward_twice(w: World) -> Any:
-    loss = ce(w.z(), w.y)
-    loss.backward(retain_graph=True)
-    loss.backward(retain_graph=True)
-    return loss.detach()
-
-
-def two_losses_in_two_backwards(w: World) -> Any:
-    z = w.z()
-    first, second = ce(z, w.y), logps(z, w.ids).mean()
-    first.backward(retain_graph=True)
-    second.backward()
-    return first.detach(), second.detach()
-
-
 def additive_mask(w: World) -> Tensor:
     mask = torch.zeros(V, dtype=w.dtype)
     mask[V - 3 :] = float("-inf")
     return ce(w.z() + mask, w.y.clamp(max=V - 4))
-
-
-def masked_vocabulary(w: World) -> Tensor:
-    return ce(w.z().masked_fill(torch.arange(V) >= V - 3, float("-inf")), w.y.clamp(max=V - 4))
 
 
 def multi_token_prediction(w: World) -> Tensor:
@@ -244,48 +169,30 @@ CLASS_WEIGHT = torch.linspace(0.2, 2, V, dtype=torch.float64)
 
 FUSED: dict[str, Callable[[World], Any]] = {
     "view": lambda w: F.cross_entropy(w.z().view(-1, V), w.y.view(-1)),
-    "flatten": lambda w: F.cross_entropy(w.z().flatten(0, 1), w.y.flatten()),
     "entropy-of-some-tokens": entropy_of_some_tokens,
-    "flatten-end": lambda w: F.cross_entropy(w.z().flatten(end_dim=-2), w.y.flatten()),
     "reshape-size": lambda w: (lambda z: F.cross_entropy(z.reshape(-1, z.size(-1)), w.y.reshape(-1)))(w.z()),
     "module": lambda w: nn.CrossEntropyLoss(ignore_index=-100)(w.rows(), w.y.view(-1)),
     "shift-contiguous": lambda w: shifted(w.z(), w.y),
-    "shift-float": lambda w: shifted(w.z().to(torch.float64), w.y),
-    "shift-labels": lambda w: padded_labels(w.z(), w.y),
-    "double-contiguous": lambda w: ce(w.z().double().contiguous(), w.y),
-    "clone": lambda w: ce(w.z().clone(), w.y),
     "2d-hidden": lambda w: F.cross_entropy(w.model(w.x.flatten(0, 1)), w.y.flatten()),
-    "1d-hidden-rows": lambda w: F.cross_entropy(w.model(w.x[0]), w.ids[0]),
-    "transpose-classes": lambda w: F.cross_entropy(w.z().transpose(1, 2), w.y),
     "permute-classes": lambda w: F.cross_entropy(w.z().permute(0, 2, 1), w.y, reduction="none"),
     "mT-contiguous-classes": lambda w: F.cross_entropy(w.z().mT, w.y, label_smoothing=0.1),
-    "sum": lambda w: ce(w.z(), w.y, reduction="sum") / w.mask.sum(),
     "none": lambda w: ce(w.z(), w.y, reduction="none").view(3, 5),
-    "none-weighted": lambda w: (ce(w.z(), w.y, reduction="none").view(3, 5) * w.adv).sum(),
     "label-smoothing": lambda w: ce(w.z(), w.y, label_smoothing=0.1),
-    "class-weight": lambda w: ce(w.z(), w.y, weight=CLASS_WEIGHT),
     "class-weight-smoothing": lambda w: ce(w.z(), w.y, weight=CLASS_WEIGHT, label_smoothing=0.2, reduction="sum"),
     "ignore-index": lambda w: ce(w.z(), w.y.clamp(min=0), ignore_index=0),
     "nll": lambda w: F.nll_loss(F.log_softmax(w.rows(), dim=-1), w.y.view(-1)),
     "nll-module": lambda w: nn.NLLLoss(reduction="sum")(nn.LogSoftmax(dim=-1)(w.rows()), w.y.view(-1)),
     "nll-3d": lambda w: F.nll_loss(F.log_softmax(w.z(), dim=-1).transpose(1, 2), w.y),
     "gather-log-softmax": lambda w: logps(w.z(), w.ids),
-    "gather-log-softmax-function": lambda w: torch.gather(F.log_softmax(w.z(), -1), 2, w.ids[..., None])[..., 0],
     "gather-minus-lse": lambda w: selective_log_softmax(w.z(), w.ids),
-    "gather-rows": lambda w: rows_of_log_softmax(w.z(), w.ids),
     "take-along-dim": lambda w: torch.take_along_dim(w.z().log_softmax(-1), w.ids[..., None], -1),
-    "accuracy": accuracy,
     "accuracy-shift": accuracy_of_the_shift,
     "z-loss": z_loss,
     "focal": focal,
-    "focal-log-softmax": focal_of_log_softmax,
-    "mean-of-sequences": mean_of_sequences,
     "grpo": grpo,
     "dpo": dpo,
     "dpo-one-batch": dpo_of_one_batch,
-    "ppo": ppo,
     "mask-of-rows": lambda w: F.cross_entropy(w.z()[w.mask], w.y[w.mask]),
-    "mask-of-flat-rows": lambda w: F.cross_entropy(w.rows()[w.mask.flatten()], w.y[w.mask]),
     "rows-by-nonzero": lambda w: F.cross_entropy(w.rows()[w.mask.view(-1).nonzero().squeeze(-1)], w.y[w.mask]),
     "index-select": lambda w: ce(w.z().index_select(1, torch.tensor([3, 0])), w.y[:, [3, 0]]),
     "vocabulary-slice": lambda w: ce(w.z()[..., : V - 3], w.y.clamp(max=V - 4)),
@@ -294,52 +201,34 @@ FUSED: dict[str, Callable[[World], Any]] = {
     "unbind": lambda w: [F.cross_entropy(a, b) for a, b in zip(w.z().unbind(0), w.ids.unbind(0), strict=True)],
     "chunk": lambda w: [ce(a, b) for a, b in zip(w.z().chunk(2, dim=1), w.ids.chunk(2, dim=1), strict=True)],
     "narrow": lambda w: ce(w.z().narrow(1, 1, 3), w.ids.narrow(1, 1, 3)),
-    "select": lambda w: F.cross_entropy(w.z().select(1, -1), w.ids[:, -1]),
     "last-position": lambda w: F.cross_entropy(w.z()[:, -1, :], w.ids[:, -1]),
     "softcap": lambda w: ce(torch.tanh(w.z() / 5.0) * 5.0, w.y),
     "softcap-scale-temperature": lambda w: ce((0.3 * w.z() / 5.0).tanh() * 5.0 / 0.7, w.y),
-    "scale": lambda w: ce(w.z() * 0.125, w.y),
     "temperature": lambda w: logps(w.z() / 0.7, w.ids),
     "temperature-in-place": lambda w: logps(w.z().div_(0.7), w.ids),
     "temperature-tensor": lambda w: logps(w.z() / torch.tensor(0.7, dtype=torch.float64), w.ids),
     "unlikelihood": unlikelihood,
-    "two-passes": two_passes,
     "tied": tied,
-    "two-losses": lambda w: (lambda z: ce(z, w.y) + 0.5 * logps(z, w.ids).mean())(w.z()),
     "multi-token": multi_token_prediction,
     "packs": sequences_of_packs,
-    "accumulated": accumulated,
-    "backward-twice": backward_twice,
-    "two-losses-two-backwards": two_losses_in_two_backwards,
     "mean-logits": lambda w: (lambda z: [ce(z, w.y), z.mean(-1).detach(), z.detach().mean()])(w.z()),
-    "perplexity": lambda w: torch.exp(ce(w.z(), w.y)),
 }
 
 # Whether these are fused is left open: their values and gradients count.
 EXACT: dict[str, Callable[[World], Any]] = {
-    "masked-fill": masked_vocabulary,
     "entropy": loss_and_entropy,
-    "entropy-softmax": entropy_of_probabilities,
     "entropy-categorical": lambda w: torch.distributions.Categorical(logits=w.z()).entropy(),
-    "categorical-log-prob": lambda w: torch.distributions.Categorical(logits=w.z()).log_prob(w.ids),
     "distillation": distillation(False),
     "distillation-log-target": distillation(True),
     "jsd": jsd,
-    "unlikelihood-softmax": unlikelihood_of_softmax,
     "r-drop": r_drop,
     "lora": lora,
-    "top-k": lambda w: w.z().topk(3, dim=-1).values,
-    "max": lambda w: (lambda m: [m.values, m.indices])(w.z().max(-1)),
-    "soft-targets": lambda w: F.cross_entropy(w.rows(), w.z_teacher().detach().view(-1, V).softmax(-1)),
     "one-hot": lambda w: -(F.one_hot(w.ids, V) * w.z().log_softmax(-1)).sum(-1).mean(),
     "smoothing-by-hand": lambda w: (lambda p: -0.9 * p.gather(-1, w.ids[..., None]).mean() - 0.1 * p.mean())(
         w.z().log_softmax(-1)
     ),
-    "advanced-index": lambda w: w.rows().log_softmax(-1)[torch.arange(15), w.ids.flatten()],
     "logits-of-choices": lambda w: F.cross_entropy(w.z()[:, -1, [3, 5, 7]], torch.tensor([0, 2, 1])),
     "margin": lambda w: F.multi_margin_loss(w.rows(), w.ids.flatten()),
-    "value-head": lambda w: ce(w.z(), w.y) + w.z()[..., 0].square().mean(),
-    "cat-of-batches": lambda w: ce(torch.cat([w.model(x) for x in w.x.split(1)]), w.y),
     "stack-of-batches": lambda w: ce(torch.stack([w.model(x) for x in w.x]), w.y),
     "contrastive-decoding": lambda w: ce(1.5 * w.z() - 0.5 * w.z_teacher().detach(), w.y),
     "padded-sequence": lambda w: ce(
@@ -363,14 +252,8 @@ def test_idioms(name: str, bias: bool) -> None:
     check(CASES[name], deferred, bias=bias)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_idioms_on_stock(name: str) -> None:
-    """The cases themselves are right: stock agrees with stock."""
-    check(CASES[name], stock)
-
-
 @pytest.mark.parametrize("frozen", ["head", "body", "input"])
-@pytest.mark.parametrize("name", ["shift-contiguous", "gather-minus-lse", "class-weight-smoothing", "accuracy"])
+@pytest.mark.parametrize("name", ["shift-contiguous", "gather-minus-lse", "class-weight-smoothing"])
 def test_frozen(name: str, frozen: str) -> None:
     def program(w: World) -> Any:
         parts = {"head": w.head.parameters(), "body": w.model.body.parameters(), "input": [w.x]}
@@ -381,7 +264,7 @@ def test_frozen(name: str, frozen: str) -> None:
     check(fused(program))
 
 
-@pytest.mark.parametrize("name", ["view", "grpo", "backward-twice", "entropy"])
+@pytest.mark.parametrize("name", ["view", "grpo", "entropy"])
 def test_a_wrong_gradient_is_found(name: str) -> None:
     with pytest.raises(AssertionError, match=r"gradient of model\.head\.weight: a relative error of 1\.0e-06"):
         check(Case(CASES[name].program), slightly_wrong)

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import test_calls
 import torch
-from table import SMALL, Batch, drafts, examples, pairs, rollouts, students, tokens
+from table import SMALL, Batch, pairs, students, tokens
 from torch import Tensor, nn
 
 from liger_chunked import AdaptedWeight, arguments, linear_token_stats, losses
@@ -21,53 +22,13 @@ NO_FLOATS |= {"vocab_shard", "sequence_group", "teacher_rows"}
 OTHER_HEADS = ("ref_weight", "ref_bias", "teacher_weight", "teacher_bias")
 
 
-def whole_drafts(sizes: Any, seed: int) -> Batch:
-    batch = drafts(sizes, seed)
-    del batch["mask"]
-    return batch
-
-
-def flat_students(sizes: Any, seed: int) -> Batch:
-    batch = students(sizes, seed)
-    del batch["target"]
-    return batch
-
-
-def sampled(sizes: Any, seed: int) -> Batch:
-    return {**students(sizes, seed), "old_logps": -torch.rand(sizes.sequences, sizes.length, dtype=torch.float64)}
-
-
-# By class: its function, and a batch.
-LOSSES: dict[type, tuple[Callable[..., Any], Callable[..., Batch]]] = {
-    losses.LigerFusedLinearCrossEntropyLoss: (LigerFusedLinearCrossEntropyLoss, tokens),
-    losses.LigerFusedLinearDPOLoss: (LigerFusedLinearDPOLoss, pairs),
-    losses.LigerFusedLinearORPOLoss: (LigerFusedLinearORPOLoss, lambda *a: pairs(*a, ref=None)),
-    losses.LigerFusedLinearCPOLoss: (LigerFusedLinearCPOLoss, lambda *a: pairs(*a, ref=None)),
-    losses.LigerFusedLinearSimPOLoss: (LigerFusedLinearSimPOLoss, lambda *a: pairs(*a, ref=None)),
-    losses.LigerFusedLinearKTOLoss: (LigerFusedLinearKTOLoss, lambda *a: examples(*a, mismatched="states")),
-    losses.LigerFusedLinearBCOLoss: (LigerFusedLinearBCOLoss, lambda *a: {**examples(*a), "delta": torch.zeros(())}),
-    losses.LigerFusedLinearGRPOLoss: (
-        LigerFusedLinearGRPOLoss,
-        lambda *a: rollouts(*a, ref="states", weights="tokens"),
-    ),
-    losses.LigerFusedLinearKLDivLoss: (LigerFusedLinearKLDivLoss, students),
-    losses.LigerFusedLinearJSDLoss: (LigerFusedLinearJSDLoss, students),
-    losses.LigerFusedLinearTVDLoss: (LigerFusedLinearTVDLoss, students),
-    losses.LigerFusedLinearCosineSimilarityLoss: (LigerFusedLinearCosineSimilarityLoss, students),
-    losses.LigerFusedLinearOnPolicyDistillationLoss: (LigerFusedLinearOnPolicyDistillationLoss, sampled),
-    losses.LigerFusedLinearULDLoss: (LigerFusedLinearULDLoss, flat_students),
-    losses.LigerFusedLinearDraftLoss: (LigerFusedLinearDraftLoss, whole_drafts),
-}
+# By class: a batch.
+LOSSES: dict[type, Callable[[], Batch]] = {cls: sample for cls, sample, _ in test_calls.LOSSES.values()}
 
 
 def constants_of(cls: type) -> list[str]:
     names = arguments.of_call(cls).names
     return [name for name in names if name not in DIFFERENTIATED | NO_FLOATS]
-
-
-def test_every_loss_is_in_the_table():
-    abstract = {name for name in losses.__all__ if name.endswith("Base")}
-    assert {cls.__name__ for cls in LOSSES} == {n for n in losses.__all__ if n.startswith("Liger")} - abstract
 
 
 CASES = [(cls, name) for cls in LOSSES for name in constants_of(cls)]
@@ -83,22 +44,22 @@ def refusal(owner: str, name: str) -> str:
 @pytest.mark.parametrize(("cls", "name"), CASES, ids=lambda x: x if isinstance(x, str) else x.__name__[16:])
 def test_a_constant_with_a_gradient_is_refused_by_name(cls, name):
     """The value is of no shape that the loss takes: it is refused before it is read. Heads are computed ones."""
-    function, sample = LOSSES[cls]
-    batch = sample(SMALL, 0)
-    like = batch.get(name, torch.ones((), dtype=torch.float64))
+    batch = LOSSES[cls]()
+    like = torch.as_tensor(batch.get(name, 1.0), dtype=torch.float64)
     batch[name] = like.clone().requires_grad_() * 1.0
     with pytest.raises(ValueError, match=refusal(cls.__name__, name)):
         cls()(**batch)
-    batch["hidden"] = batch.pop("input")
-    with pytest.raises(ValueError, match=refusal(function.__name__, name)):
-        function(**batch)
+
+
+def with_gradient(x: Any) -> Any:
+    return x.clone().requires_grad_() * 1.0 if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
 @pytest.mark.parametrize("cls", LOSSES, ids=lambda cls: cls.__name__[16:])
 def test_a_loss_without_gradients_takes_them(cls):
     """An evaluation of live tensors under `torch.no_grad()` has the same value."""
-    batch = LOSSES[cls][1](SMALL, 0)
-    live = {name: x.clone().requires_grad_() * 1.0 if x.is_floating_point() else x for name, x in batch.items()}
+    batch = LOSSES[cls]()
+    live = {name: with_gradient(x) for name, x in batch.items()}
     with torch.no_grad():
         values = [cls()(**given) for given in (batch, live)]
     ours, same = (x[0] if isinstance(x, tuple) else x for x in values)
@@ -106,11 +67,11 @@ def test_a_loss_without_gradients_takes_them(cls):
 
 
 @pytest.mark.parametrize(
-    ("cls", "name"), [case for case in CASES if case[1] in OTHER_HEADS and case[1] in LOSSES[case[0]][1](SMALL, 0)]
+    ("cls", "name"), [case for case in CASES if case[1] in OTHER_HEADS and case[1] in LOSSES[case[0]]()]
 )
 def test_the_head_of_a_model_that_is_not_frozen(cls, name):
     """`teacher.lm_head.weight` is a parameter, which requires a gradient unless the teacher is frozen. It gets none."""
-    batch = LOSSES[cls][1](SMALL, 0)
+    batch = LOSSES[cls]()
     expected = cls()(**batch)[0]
     batch[name] = nn.Parameter(batch[name])
     batch["weight"].requires_grad_()
@@ -154,20 +115,6 @@ def test_the_temperature_of_statistics():
         linear_token_stats(**batch, temperature=temperature)
 
 
-def test_a_divergence_that_closes_over_a_trainable_tensor():
-    """A divergence of a user is refused with the same advice."""
-    scale = nn.Parameter(torch.ones((), dtype=torch.float64))
-
-    class Scaled(losses.LigerFusedLinearDistillationBase):
-        def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
-            return scale * (student_logits - teacher_logits).square().sum(-1)
-
-    batch = students(SMALL, seed=0)
-    batch["weight"].requires_grad_()
-    with pytest.raises(ValueError, match=r"depends on another tensor .* a loss of your own from linear_token_stats"):
-        Scaled()(**batch)
-
-
 @pytest.mark.parametrize("name", ["weight_soft_loss", "weight_hard_loss"])
 def test_a_weight_of_a_distillation_loss_that_is_trained(name):
     """The reduced loss has no gradient by it, and says so; one loss a token has."""
@@ -197,19 +144,8 @@ def test_a_skew_that_is_trained():
 
 
 def test_the_scale_of_a_student_has_a_gradient():
-    batch = flat_students(SMALL, 0)
+    batch = LOSSES[losses.LigerFusedLinearULDLoss][1]()
     shape = batch["input"].shape[:-1]
     scale = torch.ones(shape, dtype=torch.float64, requires_grad=True)
     losses.LigerFusedLinearULDLoss()(**batch, scale=scale)[0].backward()
     assert scale.grad is not None and scale.grad.abs().max() > 0
-
-
-def test_a_loss_of_ones_own_has_the_gradient():
-    """The way that the error names: REINFORCE with learned advantages, from differentiable log-probabilities."""
-    batch = rollouts(SMALL, seed=0, old=False)
-    head = {name: batch[name].requires_grad_() for name in ("weight", "input", "bias")}
-    advantages = batch["advantages"].requires_grad_()
-    logps = linear_token_stats(**head, target=batch["target"]).logps
-    (-logps.sum(1) * advantages).sum().backward()
-    assert torch.allclose(advantages.grad, -logps.detach().sum(1))
-    assert all(x.grad is not None for x in head.values())

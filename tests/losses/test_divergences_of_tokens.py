@@ -137,27 +137,6 @@ def test_equal_gradients_are_those_of_the_mean(dtype: torch.dtype, device: str) 
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * float(b.abs().max()))
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
-def test_clipped_ratios_of_trl(alpha: float) -> None:
-    """SDPO's loss of whole distributions with `distillation_is_clip`, as the reference composes it."""
-    theirs = pytest.importorskip("trl.experimental.sdpo.loss_utils")
-    given, valid = batch(), batch()["target"] >= 0
-    weight, input = given["weight"].requires_grad_(), given["input"].requires_grad_()
-    loss = LigerFusedLinearJSDLoss(beta=alpha, weight_soft_loss=1.0, weight_hard_loss=0.0, reduction="none")
-    divergence, _ = loss(weight, input, target=given["target"], **of_teacher(given))
-    logits, teacher = input @ weight.T, given["teacher_input"] @ given["teacher_weight"][:V].T
-    logps = logits.log_softmax(-1).gather(-1, given["target"].clamp(min=0)[..., None])[..., 0].detach()
-    old = logps + 0.7 * upstream(B, T)
-    ratio = (logps - old).exp().clamp(max=1.2)
-    assert (ratio[valid] == 1.2).any() and (ratio[valid] < 1.2).any()
-    expected = theirs.compute_full_logit_self_distillation_loss(logits, teacher, distillation_alpha=alpha)
-    expected = theirs.apply_importance_sampling_clipping(expected, logps, old, 1.2).where(valid, 0.0)
-    torch.testing.assert_close(ratio * divergence, expected, rtol=1e-9, atol=1e-9)
-    ours, exact = (torch.autograd.grad(x.sum(), (weight, input)) for x in (ratio * divergence, expected))
-    for a, b in zip(ours, exact, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
-
-
 def test_work_and_memory() -> None:
     """Two products forward; the backward takes them again, with those of dX and dW. No tensor of all logits."""
     n, v, h = 256, 512, 16

@@ -202,44 +202,6 @@ def test_statistics_for_metrics_are_detached(budget, monkeypatch):
     assert not any(x.requires_grad for x in kept[0] if x is not None)
 
 
-def test_callable_beside_a_name():
-    batch = pairs(SMALL, seed=0)
-    mixed, _ = LigerFusedLinearDPOLoss(loss_type=["sigmoid", hinge], loss_weights=[0.25, 2.0])(**batch)
-    sigmoid, _ = LigerFusedLinearDPOLoss()(**batch)
-    named, _ = LigerFusedLinearDPOLoss(loss_type="hinge")(**batch)
-    torch.testing.assert_close(mixed, 0.25 * sigmoid + 2.0 * named, rtol=1e-12, atol=0)
-
-
-def test_nll_target_of_its_own():
-    """The NLL uses `nll_target` and the preference uses `target`; both share one projection."""
-    batch = pairs(SMALL, seed=0, ref=None)
-    generator = torch.Generator().manual_seed(1)
-    everything = torch.randint(SMALL.vocab, batch["target"].shape, generator=generator)
-    nll_target = torch.where(batch["target"] == -100, everything, batch["target"])
-    nll_target[:, -1] = batch["target"][:, -1]
-
-    def ours(batch):
-        return SimPO(compute_nll_loss=True, alpha=0.5)(**batch, nll_target=nll_target)[0]
-
-    def oracle(batch):
-        half = SMALL.sequences // 2
-        chosen = eager.cross_entropy(
-            batch["weight"], batch["input"][:half], nll_target[:half], batch["bias"], reduction="mean"
-        )
-        return eager_simpo(batch) + 0.5 * chosen
-
-    result, exact = evaluate(ours, batch), evaluate(oracle, batch)
-    for name in exact:
-        assert relative_error(result[name], exact[name]) < 1e-12, name
-
-
-def test_nll_target_must_agree():
-    batch = pairs(SMALL, seed=0, ref=None)
-    other = torch.where(batch["target"] == -100, -100, (batch["target"] + 1) % SMALL.vocab)
-    with pytest.raises(ValueError, match="nll_target and target must agree"):
-        SimPO(compute_nll_loss=True)(**batch, nll_target=other)
-
-
 def test_a_field_that_is_not_declared_is_named():
     class Undeclared(Confident):
         token_outputs = ()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
-import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -210,17 +208,6 @@ def test_in_bfloat16_the_error_is_that_of_eager_code(kind):
         assert error <= max(1.1 * errors["eager"][name], 2**-8), (name, errors)
 
 
-def test_the_loss_is_differentiable_by_parameters_alone_under_gradcheck():
-    batch = pairs(SMALL, seed=1, ref=None)
-    loss = LearnedMargin(logits_budget=BUDGETS["chunks"])
-
-    def of(log_beta: Tensor, margin: Tensor) -> Tensor:
-        parameters = {"log_beta": log_beta, "margin": margin}
-        return torch.func.functional_call(loss, parameters, kwargs=batch)[0]
-
-    assert torch.autograd.gradcheck(of, [x.detach().clone().requires_grad_() for x in loss.parameters()])
-
-
 @by_budget
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_tensor_that_a_function_holds(inside, budget):
@@ -242,20 +229,6 @@ def test_a_tensor_that_a_function_holds(inside, budget):
     F.softplus(margin.exp().sum() - log_beta.exp() * (logps[:, 0] - logps[:, 1])).mean().backward()
     for ours, exact in zip(found, (log_beta.grad, margin.grad), strict=True):
         assert relative_error(ours, exact) < 1e-12
-
-
-def test_a_penalty_on_the_head_itself():
-    class Decayed(LigerFusedLinearPreferenceBase):
-        def preference_loss(self, pairs: Pairs) -> Tensor:
-            return pairs.logps[:, 1] - pairs.logps[:, 0] + 0.1 * weight.square().sum()
-
-    batch = pairs(SMALL, seed=0, ref=None)
-    weight = batch["weight"].requires_grad_()
-    Decayed(use_ref_model=False)(**batch)[0].backward()
-    found, weight.grad = weight.grad, None
-    logps = logps_of(batch).sum(1).view(2, -1)
-    ((logps[1] - logps[0]).mean() + 0.1 * weight.square().sum()).backward()
-    assert relative_error(found, weight.grad) < 1e-12
 
 
 @by_kind
@@ -295,49 +268,12 @@ def test_accumulation_copies_and_repeats(kind):
         value.backward()
 
 
-@by_budget
-def test_a_hook_of_a_parameter_runs_once_on_the_whole_gradient(budget):
-    make, _, batch = case("pairs")
-    loss, hooked = make(logits_budget=budget), make(logits_budget=budget)
-    seen = []
-    handle = hooked.log_beta.register_hook(lambda g: seen.append(g) or g / 3)
-    for one in (loss, hooked):
-        (2 * one(**batch)[0]).backward()
-    assert len(seen) == 1 and torch.equal(seen[0], loss.log_beta.grad)
-    assert torch.equal(hooked.log_beta.grad, loss.log_beta.grad / 3)
-    assert torch.equal(hooked.margin.grad, loss.margin.grad)
-    handle.remove()
-    hooked(**batch)[0].backward()
-    assert len(seen) == 1
-
-
-def test_a_step_of_an_optimizer_trains_the_parameter():
-    make, _, batch = case("pairs")
-    loss = make()
-    before, optimizer = loss.margin.detach().clone(), torch.optim.SGD(loss.parameters(), lr=0.1)
-    first = loss(**batch)[0]
-    first.backward()
-    optimizer.step()
-    assert not torch.equal(loss.margin, before)
-    assert loss(**batch)[0] < first
-
-
 def test_second_derivatives_are_refused():
     make, _, batch = case("pairs")
     loss = make()
     (g,) = torch.autograd.grad(loss(**batch)[0], [loss.log_beta], create_graph=True)
     with pytest.raises(RuntimeError, match="second derivatives"):
         g.backward()
-
-
-def test_nothing_outlives_the_loss():
-    make, _, batch = case("pairs")
-    loss = make(logits_budget=BUDGETS["chunks"])
-    value = loss(**batch)[0]
-    node = weakref.ref(value.grad_fn)
-    del value
-    gc.collect()
-    assert node() is None
 
 
 @by_kind

@@ -29,34 +29,6 @@ def sample(seed: int = 0) -> dict[str, Tensor]:
     return students(SMALL, seed, padding=4)
 
 
-def test_the_expected_gradient_is_that_of_the_reverse_kl() -> None:
-    """The gradients of all tokens of the vocabulary, weighted with their probabilities, at one prefix each."""
-    generator = torch.Generator().manual_seed(0)
-    v, prefixes = 7, 3
-    weight, teacher_weight = (torch.randn(v, 4, generator=generator, dtype=torch.float64) for _ in range(2))
-    x, t = (torch.randn(prefixes, 4, generator=generator, dtype=torch.float64) for _ in range(2))
-    weight.requires_grad_()
-    log_p, log_q = (x @ weight.T / 0.7).log_softmax(-1), (t @ teacher_weight.T / 0.7).log_softmax(-1)
-    kl = (log_p.exp() * (log_p - log_q)).sum(-1).mean()
-    (exact,) = torch.autograd.grad(kl, weight)
-
-    inputs = [h[:, None].expand(prefixes, v, 4) for h in (x, t)]
-    ids = torch.arange(v).expand(prefixes, v)
-    loss, metrics = LigerFusedLinearOnPolicyDistillationLoss(temperature=0.7)(
-        weight,
-        inputs[0],
-        teacher_weight,
-        inputs[1],
-        ids,
-        importance_weights=log_p.detach().exp(),
-        num_items=prefixes,
-    )
-    (found,) = torch.autograd.grad(loss, weight)
-    assert relative_error(found, exact) < BOUND
-    assert relative_error(loss.detach(), kl.detach()) < BOUND
-    assert relative_error(metrics.kl, (log_p - log_q).mean().detach()) < BOUND
-
-
 def test_a_teacher_in_either_form() -> None:
     given = sample()
     options: dict[str, Any] = {"softcap": 3.0, "logit_scale": 0.7, "temperature": 1.3}
@@ -127,15 +99,6 @@ def test_the_samplers_distribution(surrogate: str) -> None:
     assert relative_error(metrics.kl, kl.detach()) < BOUND
 
 
-def test_an_argument_of_other_losses() -> None:
-    given = sampled()
-    target = torch.arange(12).view(2, 6)
-    weight = given.pop("weight")
-    loss = LigerFusedLinearOnPolicyDistillationLoss()
-    with pytest.raises(TypeError, match="has no argument 'deterministic'"):
-        loss(weight, **given, target=target, deterministic="batch")  # type: ignore[call-arg]
-
-
 def test_metrics() -> None:
     given = rollouts(SMALL, 0, ref="tokens")
     given["teacher_logps"] = given.pop("ref_logps")
@@ -165,13 +128,6 @@ def test_copies() -> None:
     assert torch.equal(other(**given)[0], exact) and not torch.equal(exact, before)
     for same in (loss, copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))):
         assert torch.equal(same(**given)[0], before)
-
-
-def test_a_copy_with_other_options_takes_a_top_k() -> None:
-    given = students(SMALL, 0, top_k=3)
-    loss = LigerFusedLinearKLDivLoss()
-    loss = altered(loss, options=replace(loss.options, softcap=3.0))
-    assert torch.equal(loss(**given)[0], LigerFusedLinearKLDivLoss(softcap=3.0)(**given)[0])
 
 
 def test_prefix_weights_without_a_distance() -> None:

@@ -1,4 +1,7 @@
-"""Two processes with one sample each: the gradients are those of the mean loss, for all wrappers and shardings."""
+"""Two processes with one sample each and LoRA on the head: the gradients are those of the mean loss, for all wrappers.
+
+Models without an adapter are in test_models_sharded.py, a head that is a DTensor in test_models_tensor_parallel.py.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,9 @@ import torch.distributed as dist
 from fresh_process import FreshProcesses
 from model_zoo import BY_ID, VOCAB
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from liger_chunked import linear_token_stats
@@ -33,28 +35,6 @@ def token_loss(head: Any, input: Any) -> Tensor:
     """A `head_fn` whose backward reads the head's weight again, because its budget holds two rows of logits."""
     stats = linear_token_stats(head.weight, input.hidden_states, input.target, head.bias, logits_budget=2 * 4 * VOCAB)
     return -stats.logps.sum() / (input.target != -100).sum()
-
-
-def sharded(model: Any, head_apart: bool) -> nn.Module:
-    for layer in model.model.layers:
-        fully_shard(layer)
-    if head_apart:
-        fully_shard(model.lm_head)
-    return fully_shard(model)
-
-
-def sharded_by_wrapper(model: Any) -> nn.Module:
-    """Wrap the model in FSDP 1, with a separate wrapper for each layer and `lm_head`."""
-    policy = ModuleWrapPolicy({type(model.model.layers[0]), type(model.lm_head)})
-    return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu"))
-
-
-WRAPPERS: dict[str, Callable[[Any], nn.Module]] = {
-    "ddp": DistributedDataParallel,
-    "fsdp1": sharded_by_wrapper,
-    "fsdp": functools.partial(sharded, head_apart=False),
-    "fsdp-head-apart": functools.partial(sharded, head_apart=True),
-}
 
 
 def adapted(model: Any) -> Any:
@@ -106,28 +86,6 @@ def worker(rank: int, folder: str) -> None:
     ids = [torch.randint(10, VOCAB - 10, (2, 9), generator=generator) for _ in range(WORLD)]
     samples = [{"input_ids": x, "labels": x} for x in ids]
 
-    stock = tiny.build().train()
-    sum(stock(**sample).loss for sample in samples).div(WORLD).backward()
-    exact = gradients_of(stock)
-
-    for wrapper, wrap in WRAPPERS.items():
-        for way in ("fused", "head_fn"):
-            model = tiny.build().train()
-            if way == "fused":
-                apply_liger_kernel(model)
-            else:
-                attach_head(model)
-            model = wrap(model)
-            losses(model, samples[rank], way).backward()
-            with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
-                gradients = gradients_of(model)
-            assert gradients.keys() == exact.keys()
-            for name, g in gradients.items():
-                error = (g - exact[name]).norm() / exact[name].norm()
-                # The gradient of a key's bias is zero except for rounding.
-                assert error < 2e-4 or "k_proj.bias" in name, (wrapper, way, name, error)
-
-    # LoRA on the head.
     stock = adapted(tiny.build())
     sum(stock(**sample).loss for sample in samples).div(WORLD).backward()
     exact = {name: g for name, g in gradients_of(stock).items() if g is not None}
@@ -144,20 +102,6 @@ def worker(rank: int, folder: str) -> None:
             for name, g in gradients.items():
                 error = (g - exact[name]).norm() / exact[name].norm()
                 assert error < 2e-4, (wrapper, way, name, error)
-
-    # Tensor parallelism: each rank has the whole sample, and a slice of the vocabulary.
-    one = tiny.build().train()
-    one(**samples[0]).loss.backward()
-    mesh = init_device_mesh("cpu", (WORLD,))
-    model = tiny.build().train()
-    model.lm_head.weight = nn.Parameter(distribute_tensor(model.lm_head.weight.data, mesh, [Shard(0)]))
-    apply_liger_kernel(model)
-    losses(model, samples[0], "fused").backward()
-    assert model.lm_head.weight.grad.placements == (Shard(0),)
-    exact = gradients_of(one)
-    for name, g in gradients_of(model).items():
-        error = (g - exact[name]).norm() / exact[name].norm()
-        assert error < 2e-4 or "k_proj.bias" in name, ("tp", name, error)
     dist.destroy_process_group()
 
 

@@ -179,38 +179,6 @@ def test_memory_of_one_rank_is_estimated_alike(model: str, n: int, monkeypatch: 
     assert scaling.memory(n, v, h, 1).step == pytest.approx(estimate.peak, rel=1e-3)
 
 
-def test_runs_on_several_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The losses of one run, and the training steps of two; of a repeated task, the later."""
-    environment = {"device": "H100", "device_type": "cuda", "ranks": 2, "versions": {}, "dtype": "bfloat16"}
-
-    def keep(run: str, *rows: dict[str, Any]) -> None:
-        rows = tuple({"failure": None, "mib": 1024.0, **row} for row in rows)
-        content = {
-            "environment": {**environment, "date": run[:10], "saved": run},
-            "tasks": {row["task"]: {} for row in rows},
-        }
-        (tmp_path / f"distributed-{run}.json").write_text(json.dumps({**content, "rows": rows}))
-
-    assert "No run" in _with(tmp_path, monkeypatch)
-    fast = {"task": "TP SFT", "name": "ours", "tokens_per_s": 9880.4, "resident_mib": 1024.0}
-    failed = {"name": "theirs", "failure": "failed: TypeError: mixed"}
-    keep(
-        "2026-11-25",
-        {"task": "DPO", "name": "ours", "times_floor": 1.084},
-        {"task": "DPO", **failed},
-        {**fast, "tokens_per_s": 1.0},
-    )
-    keep("2026-11-25-2", fast, {"task": "TP SFT", **failed})
-    text = _with(tmp_path, monkeypatch)
-    assert "| DPO, H100 | 1.08 · 1,024 | failed |" in text and "| TP SFT, H100 | 9,880 · 2.0 | failed |" in text
-    assert text.count("| TP SFT, H100 |") == 1 and "`distributed-2026-11-25-2.json`: 2 ranks, H100" in text
-
-
-def _with(results: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(scaling, "RESULTS", results)
-    return scaling.whole()
-
-
 def test_the_page_is_generated() -> None:
     page = scaling.PAGE.read_text()
     assert scaling.filled(page) == page, "run python -m benchmarks.scaling"

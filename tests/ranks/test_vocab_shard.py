@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -317,18 +315,6 @@ def scattered_contracts(rank: int, folder: str) -> None:
 
 def test_scattered_contracts(tmp_path: Path, fresh_process: FreshProcesses) -> None:
     fresh_process.spawn(scattered_contracts, 2, str(tmp_path))
-
-
-def test_ranks_take_turns() -> None:
-    generator = random.Random(0)
-    for _ in range(300):
-        counts = [generator.choice([0, generator.randrange(20)]) for _ in range(generator.randrange(1, 5))]
-        tokens = [rank for turn in range(20) for rank, count in enumerate(counts) if turn < count]
-        cuts = sorted(generator.randrange(len(tokens) + 1) for _ in range(3))
-        lengths = [b - a for a, b in itertools.pairwise([0, *cuts, len(tokens)])]
-        parts = [tokens[a:b] for a, b in itertools.pairwise([0, *cuts, len(tokens)])]
-        expected = [[part.count(rank) for rank in range(len(counts))] for part in parts]
-        assert scattered._take_turns(counts, lengths) == expected, (counts, lengths)
 
 
 def toy_batch(vocab: int, hidden: int, n: int, n_ids: int) -> tuple[Tensor, Tensor, Tensor]:
