@@ -37,7 +37,10 @@ SCENARIOS = {
     "transforms": "is_legacy_batchedtensor _are_functorch_transforms_active _current_level",
     "compiled": "get_eval_frame_callback skip_code _dynamo_marked_constant",
     "any_sizes": "maybe_mark_dynamic _config",
-    "deferred": "_version _torchdynamo_disable_msg DisableTorchFunctionSubclass _schema _softmax_backward_data DispatchKey _buffers",
+    "deferred": (
+        "_version _torchdynamo_disable_msg DisableTorchFunctionSubclass _schema _softmax_backward_data DispatchKey "
+        "_buffers"
+    ),
     "changed_inputs": "_version",
     "numbers_of_the_host": "_assert_async _foreach_add_",
     "selective": "_pop_mode",

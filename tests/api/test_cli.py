@@ -84,6 +84,7 @@ def test_memory(capsys):
     assert printed["fused"] == mib(estimate)
 
 
+@pytest.mark.few(4, "kto")
 @pytest.mark.parametrize("loss", LOSSES)
 def test_memory_of_every_loss(loss, capsys):
     assert int(table(out(capsys, "memory", loss, *SIZES))["fused"][0]) > 0
@@ -147,6 +148,7 @@ def test_sizes_of_a_model(tmp_path):
         memory.model_sizes(None, 7, None)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -296,11 +298,13 @@ def test_check_finds_a_wrong_gradient_and_nan():
     assert passed == [True, False, False]
 
 
+@pytest.mark.slow
 def test_as_a_module():
     done = subprocess.run([sys.executable, "-m", "liger_chunked", "--version"], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout == f"{__version__}\n"
 
 
+@pytest.mark.slow
 def test_without_the_extra(fresh_process):
     code = """
 import sys

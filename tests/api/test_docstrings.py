@@ -98,12 +98,14 @@ def flaws(doc: str, call: Callable[..., Any]) -> list[str]:
     return found
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_describes_its_arguments(name: str) -> None:
     found = flaws(inspect.getdoc(CALLS[name]) or "", CALLS[name])
     assert not found, f"{name}: " + "; ".join(found)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", CONSTRUCTORS)
 def test_a_class_describes_the_arguments_of_its_constructor(name: str) -> None:
     cls = CONSTRUCTORS[name]
@@ -112,6 +114,7 @@ def test_a_class_describes_the_arguments_of_its_constructor(name: str) -> None:
     assert not found, f"{name}: " + "; ".join(found)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_describes_its_result(name: str) -> None:
     returned = str(inspect.signature(CALLS[name]).return_annotation)
@@ -128,6 +131,7 @@ def errors(doc: str) -> dict[str, type[Exception]]:
     return {name: getattr(builtins, name, type(None)) for name in entries(doc, "Raises")}
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_lists_errors_that_exist(name: str) -> None:
     listed = errors(inspect.getdoc(CALLS[name]) or "")
@@ -141,6 +145,7 @@ def raised_by_its_own_code(call: Callable[..., Any]) -> set[str]:
     return {x.func.id for x in raised if isinstance(x, ast.Call) and isinstance(x.func, ast.Name)}
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_lists_the_errors_of_its_own_code(name: str) -> None:
     missing = raised_by_its_own_code(CALLS[name]) - errors(inspect.getdoc(CALLS[name]) or "").keys()
@@ -158,6 +163,7 @@ def example(cls: type) -> Any:
     return cls(**{name: sizes[name] for name, p in parameters(cls).items() if p.default is p.empty and name in sizes})
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("name", CALLS)
 def test_nonsense_raises_an_error_that_the_call_lists(name: str) -> None:
     call = CALLS[name]
@@ -173,6 +179,7 @@ def test_nonsense_raises_an_error_that_the_call_lists(name: str) -> None:
         call(*positional, **{n: object() for n in needed if n in keywords})
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", RECORDS)
 def test_a_record_describes_its_fields(name: str) -> None:
     cls = RECORDS[name]
@@ -186,6 +193,7 @@ def test_a_record_describes_its_fields(name: str) -> None:
     assert not missing, f"{name} does not describe {missing}"
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("doc", "flaw"),
     [

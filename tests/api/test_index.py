@@ -10,6 +10,7 @@ import liger_chunked
 from liger_chunked import LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss, shifted
 
 
+@pytest.mark.slow
 def test_star_import_has_what_needs_transformers(fresh_process):
     pytest.importorskip("transformers")
     code = """
@@ -20,6 +21,7 @@ assert apply_liger_kernel is integration.apply_liger_kernel and register_layer i
     fresh_process.run(code)
 
 
+@pytest.mark.slow
 def test_star_import_without_transformers(fresh_process):
     code = """
 import sys
@@ -68,6 +70,7 @@ def test_shifted_is_what_a_causal_model_predicts():
     assert torch.isclose(LigerFusedLinearCrossEntropyLoss()(weight, input, target), expected)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("hidden", "labels", "error", "message"),
     [
@@ -84,6 +87,7 @@ def test_shifted_refuses(hidden, labels, error, message):
         shifted(hidden, labels)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("loss", [LigerFusedLinearCrossEntropyLoss(), LigerFusedLinearDPOLoss()], ids=["ce", "dpo"])
 @pytest.mark.parametrize(("length", "suggests"), [(6, True), (4, True), (3, False), (7, False)])
 def test_a_miss_by_one_position_suggests_shifted(loss, length, suggests):

@@ -45,6 +45,7 @@ metadata.version = version
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("error", [ABSENT, """ImportError("libtriton.so: undefined symbol")""", *BROKEN])
 def test_losses_run_on_a_cpu_without_triton(fresh_process: Any, error: str) -> None:
     code = """
@@ -75,6 +76,7 @@ def without_triton(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("requirements", "install"),
     [
@@ -117,6 +119,7 @@ def test_no_install_brings_a_triton_beside_torchs() -> None:
     assert found.items() >= versions.OLDEST.items()
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("found", "oldest", "expected"),
     [
@@ -142,6 +145,7 @@ def test_a_source_tree_has_a_version_too(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert versions.installed("not_installed_at_all") is None
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("code", "found", "error"),
     [
@@ -176,6 +180,7 @@ def test_what_is_too_old_is_named(fresh_process: Any, code: str, found: str, err
         fresh_process.run(FOUND + code, found)
 
 
+@pytest.mark.slow
 def test_a_star_import_beside_an_old_transformers(fresh_process: Any) -> None:
     code = "from liger_chunked import *; shifted, LigerFusedLinearDPOLoss; print('apply_liger_kernel' in globals())"
     assert fresh_process.run(FOUND + code, "transformers=4.56.0").strip() == "False"

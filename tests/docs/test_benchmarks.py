@@ -72,6 +72,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.few(4, "preference", "distillation", "policy", "sweep")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows(results: Path, family: str) -> None:
     (path,) = results.glob(f"{family}-cpu-*.json")
@@ -102,6 +103,7 @@ def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict:
         return json.loads(distributed.main([*arguments, "64:32:1024", *distributed.SMALL[1::3]]).read_text())
 
 
+@pytest.mark.slow
 def test_losses_on_two_ranks(on_ranks: dict) -> None:
     tasks = [task for task in on_ranks["tasks"] if "64x32x1024" in task]
     assert [task.split(" 64x")[0] for task in tasks] == list(distributed.LOSSES)
@@ -159,6 +161,7 @@ def test_a_script(script: str, tmp_path: Path) -> None:
                     assert row[name] == pytest.approx(measured[0][name], rel=1e-4), (task, name)
 
 
+@pytest.mark.slow
 def test_float32_logits_close_the_heads_part_of_the_gap(tmp_path: Path) -> None:
     content = json.loads(sampler_gap.main(["--out", str(tmp_path), "--steps", "2"]).read_text())
     for run, part in zip(content["runs"], (0.3, 1e-3), strict=True):
@@ -215,6 +218,7 @@ def test_a_sentence_takes_its_numbers_and_keeps_its_words(tmp_path: Path) -> Non
         sentence.written("It takes long.", tmp_path)
 
 
+@pytest.mark.slow
 def test_pages_and_figures_are_those_of_the_kept_results(tmp_path: Path) -> None:
     """`make figures` changes nothing: tables and the text of figures. Positions depend on matplotlib's version."""
     copies = [tmp_path / name for name in ("benchmarks.md", "evidence.md")]
@@ -248,6 +252,7 @@ def whole_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.few(1, "trainers")
 @pytest.mark.parametrize("family", STEPS)
 def test_steps_of_models(whole_steps: Path, family: str) -> None:
     (path,) = whole_steps.glob(f"{family}-cpu-*.json")  # not those of trainers_shared
@@ -319,6 +324,7 @@ def test_a_step_leaves_the_weights() -> None:
     assert torch.equal(weight, before) and weight.grad is None
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("limit", [0, 5, 12, 83, 84, 1000])
 @pytest.mark.parametrize("capacity", [50.0, 180.0, 900.0])  # also far from the actual capacity
 def test_longest(limit: int, capacity: float) -> None:
@@ -362,6 +368,7 @@ def test_steps_with_shared_prompts(whole_steps: Path) -> None:
         assert rows[name]["grad_norm"] == pytest.approx(rows[harness.STOCK]["grad_norm"], rel=1e-4)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("module", [figures, style, report, same_bits, steps])
 def test_examples(module) -> None:
     assert doctest.testmod(module).failed == 0

@@ -30,6 +30,7 @@ def run(written: Path) -> Convergence:
     return curves.load(written)
 
 
+@pytest.mark.slow
 def test_every_variant_is_trained(run: Convergence) -> None:
     trained = [(c.family, c.dtype, c.variant, c.seed) for c in run.curves]
     in_float32 = [(f, FLOAT32, v, 0) for f in FAMILIES for v in (STOCK, FUSED, NUDGED)]
@@ -43,6 +44,7 @@ def test_every_variant_is_trained(run: Convergence) -> None:
     assert run.settings["optimizer"]["lr"] == 2e-3 and not run.whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_three_steps_agree(run: Convergence, family: str) -> None:
     assert run.largest(family, FUSED) < 1e-5
@@ -97,6 +99,7 @@ def test_the_kept_run_is_within_its_bounds() -> None:
 KINDS = ("multimodal", "partial rotary")
 
 
+@pytest.mark.slow
 def test_two_kinds_for_a_few_steps(tmp_path: Path) -> None:
     arguments = ["--kinds", *KINDS, "--steps", "3", "--seeds", "1", "--out", str(tmp_path)]
     run = convergence_kinds.load(convergence_kinds.main(arguments))

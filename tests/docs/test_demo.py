@@ -41,6 +41,7 @@ def preference_file(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_english(
     align: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,6 +70,7 @@ def test_held_out_topics_are_not_trained_on(align: ModuleType) -> None:
     assert len(held_out) > 200
 
 
+@pytest.mark.slow
 def test_a_preference_file_then_its_saved_model(align: ModuleType, preference_file: Path, tmp_path: Path) -> None:
     common = [*TINY, "--data", str(preference_file), "--out", str(tmp_path / "out"), "--skip-eager"]
     summary = align.main([*common, "--toy", "--save", str(tmp_path / "model")])
@@ -78,6 +80,7 @@ def test_a_preference_file_then_its_saved_model(align: ModuleType, preference_fi
     assert again.n_held_out == 3
 
 
+@pytest.mark.slow
 def test_questions_to_a_pretrained_model(
     align: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +130,7 @@ def test_long_texts_keep_the_end_of_the_prompt(align: ModuleType) -> None:
     assert (batch.target != align.IGNORE_INDEX).sum(-1).tolist() == [3, 2]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -154,6 +154,7 @@ def run(block: Block, page: Path, scope: dict[str, Any], toy: ModuleType, calls:
             revert_liger_kernel(family)
 
 
+@pytest.mark.few(4, "distributed.md", "models.md")
 @pytest.mark.usefixtures("only_own_layers")
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
 def test_blocks_run(page, toy, calls, tmp_path, monkeypatch):
@@ -172,6 +173,7 @@ def test_blocks_run(page, toy, calls, tmp_path, monkeypatch):
         gc.collect()
 
 
+@pytest.mark.few(1, "writing-a-loss.md")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_pasted_blocks_run(name, fresh_process, tmp_path):
     # The fork has imported torch and transformers, and nothing else has run in it.
@@ -225,6 +227,7 @@ def test_lines_of_code_fit_the_column(page):
     assert not wide
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_relative_links_point_to_files(page):
     links = [link for link in LINK.findall(page.read_text()) if not re.match(r"[a-z]+:|#", link)]

@@ -77,6 +77,7 @@ def test_a_difference_is_compared_with_the_spread_of_seeds() -> None:
     assert report.Mean.of(evidence.scores(STOCK, "nll")).half == pytest.approx(4.303 * 0.1 / math.sqrt(3))
 
 
+@pytest.mark.slow
 def test_a_run_is_recorded(tmp_path: Path) -> None:
     """Stock and ours on a tiny model: the same curve and held-out loss, and one file."""
     import torch

@@ -78,6 +78,7 @@ def z_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor)
     return (nll + 1e-4 * (logits.logsumexp(-1)[target != -100] ** 2).sum()) / num_items_in_batch
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("flags", "loss"), [((), None), (("--own-loss",), z_loss)], ids=["patched", "own loss"])
 def test_hf_trainer(flags, loss, run, toy, head_outputs):
     example = run("hf_trainer.py", "--steps", "3", *flags)

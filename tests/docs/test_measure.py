@@ -38,6 +38,7 @@ def sleeper(seconds: float) -> Callable[..., subprocess.Popen[bytes]]:
     return start
 
 
+@pytest.mark.slow
 def test_rounds(measure: Any) -> None:
     """One GPU has one job at a time, a job of two GPUs has both, and a job of the host has the machine."""
     jobs = [

@@ -35,6 +35,7 @@ def rows() -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_each_named_test_exists():
     named = NAMED.findall(PAGE)
     assert len(named) > 100

@@ -22,6 +22,7 @@ def markdown() -> ModuleType:
     return module
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("path", sorted((ROOT / "docs").glob("*.svg")), ids=lambda path: path.name)
 def test_every_figure_has_a_dark_version(path):
     if path.name.endswith("-dark.svg"):

@@ -53,6 +53,7 @@ def compare(given: dict[str, Any], names: tuple[str, ...], every: Any, **options
             assert torch.equal(getattr(found, name), getattr(every, name)[part]), (name, part)
 
 
+@pytest.mark.few(1)
 @compiled_only
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
@@ -78,6 +79,7 @@ def test_bits_of_an_adapter_and_temperatures() -> None:
     compare(given, ALL, invariant(**given, outputs=ALL))
 
 
+@pytest.mark.few(1)
 @compiled_only
 @pytest.mark.parametrize("low_rank", [False, True])
 def test_bits_do_not_follow_the_strides_of_the_input(low_rank: bool) -> None:
@@ -111,6 +113,7 @@ def test_the_default_follows_the_batch() -> None:
     assert differ
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_values_and_gradients(dtype: torch.dtype) -> None:
     given, tolerance = batch(dtype), {torch.float64: 1e-12, torch.float32: 1e-5}[dtype]
@@ -205,6 +208,7 @@ def coarse(dtype: torch.dtype, device: str) -> dict[str, Any]:
 INTERPRETED_FIRST = ("bias", "softcap", "temperatures of tokens")  # the interpreter takes seconds for each
 
 
+@pytest.mark.few(3)
 @pytest.mark.triton
 @pytest.mark.parametrize(
     "name", [exhaustive([x], x, backend.INTERPRETED and x not in INTERPRETED_FIRST) for x in OTHERS]
@@ -253,6 +257,7 @@ def same(found: Tensor, expected: Tensor, interpreted: bool) -> bool:
     return torch.equal(found, expected) or (interpreted and torch.allclose(found, expected, rtol=1e-6, atol=1e-6))
 
 
+@pytest.mark.few(5)
 @pytest.mark.triton
 @pytest.mark.parametrize("wide", [False, True], ids=["16 bits", "float32"])
 @pytest.mark.parametrize(

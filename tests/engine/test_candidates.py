@@ -99,6 +99,7 @@ def on_a_split_vocabulary(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
 def test_on_a_split_vocabulary(tmp_path: Path, fresh_process: FreshProcesses) -> None:
     fresh_process.spawn(on_a_split_vocabulary, 2, str(tmp_path))

@@ -118,6 +118,7 @@ def waits_for_a_count(row: Row) -> bool:
     return row.kept or any(name in row.id for name in ("aot", "top-entropy", "cov"))
 
 
+@pytest.mark.few(9, "kl-top-k-one")
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("row", on_paths(row for row in ROWS if not waits_for_a_count(row)))
 def test_every_loss_masks_and_waits_for_nothing(row: Row, budget: str) -> None:

@@ -87,6 +87,7 @@ def checked(eager: Callable, seen: list) -> Callable:
 CALLS = {(row.id.split("-")[0], row.fused, *row.sample(SMALL, 0)): row for row in reversed(ROWS)}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("row", CALLS.values(), ids=repr)
 def test_as_eager(row, device, monkeypatch):
     batch = moved(row.sample(SMALL, seed=0), device=device)
@@ -107,6 +108,7 @@ def test_as_eager(row, device, monkeypatch):
         torch.testing.assert_close(ours[name], value, rtol=1e-12, atol=1e-15, msg=name)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_metrics_of_the_cross_entropy(reduction):
     batch = tokens(SMALL, seed=0)
@@ -140,6 +142,7 @@ def products(monkeypatch) -> list[int]:
     return done
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("reduction", "trainable", "grad", "expected"),
     [
@@ -206,6 +209,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loss",
     [pytest.param(x, id=k, marks=() if k in ("ce", "stats") else pytest.mark.exhaustive) for k, x in LOSSES.items()],
@@ -421,6 +425,7 @@ def trained(model: nn.Module, call: Callable[[Tensor], Tensor], batches: list[Te
     return losses
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # raised on import of torch.utils.mkldnn
 @pytest.mark.parametrize(
     ("loss", "backend"),
@@ -445,6 +450,7 @@ def test_training(loss, backend):
 # State that a graph does not contain
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_a_copy_is_a_loss_of_its_own(copied):
     batch = tokens(SMALL, seed=0)
@@ -455,6 +461,7 @@ def test_a_copy_is_a_loss_of_its_own(copied):
     assert torch.equal(whole(other)(**batch), other(**batch))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_autocast(dtype):
     batch, loss = moved(tokens(SMALL, seed=0), torch.float32), LigerFusedLinearCrossEntropyLoss()
@@ -481,6 +488,7 @@ def test_backward_twice():
         torch.testing.assert_close(2 * once, twice, rtol=1e-12, atol=0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "value", "error"),
     [
@@ -500,6 +508,7 @@ def test_errors_are_those_of_eager_code(name, value, error):
         whole(loss)(**batch | {name: value})
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_compiled_within_a_checkpoint(backend, reduction):

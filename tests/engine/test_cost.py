@@ -34,6 +34,7 @@ def of_reference(batch: Batch) -> float:
     return reference + mismatched
 
 
+@pytest.mark.few(2)
 @pytest.mark.sampled
 @by_row_of_products
 @pytest.mark.parametrize(
@@ -54,6 +55,7 @@ def test_gemms_within_the_budget(row, trainable, grad, of_backward):
     assert gemms(row, batch, trainable, grad=grad) == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.few(2)
 @by_row_of_products
 def test_gemms_of_many_chunks(row):
     """Chunks add no products while each group fits, except in batch-scoped losses and with gradients in backward."""
@@ -68,6 +70,7 @@ def test_gemms_of_many_chunks(row):
         assert 1 + 2 * live + of_reference(batch) < count <= 1 + 3 * live + of_reference(batch)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "row", [row for row in ROWS if row.products and (row.scope == "pair" or not row.fused)], ids=repr
 )
@@ -95,6 +98,7 @@ def test_no_gemms_of_few_rows():
 MEMORY_SIZES = Sizes(sequences=8, length=32, hidden=32, vocab=1009, ref_hidden=32, ignored=False)
 
 
+@pytest.mark.few(2, "bf16-one-chunk-kl")
 @pytest.mark.sampled(0.5)
 @pytest.mark.ordinary_memory
 @by_row

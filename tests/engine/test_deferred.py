@@ -107,6 +107,7 @@ REAL: dict[str, Callable[[Any], Tensor]] = {
 }
 
 
+@pytest.mark.few(15, "bias (1, V)")
 @pytest.mark.parametrize("name", [*FUSED, *REAL])
 def test_as_real_logits(name: str) -> None:
     """Every use of a stand-in has the value and the gradients of real logits, and builds them only where it must."""
@@ -143,6 +144,7 @@ OF_DTYPE: dict[str, Callable[[Any], Tensor]] = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda x: str(x).rpartition(".")[2])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", OF_DTYPE)
@@ -269,6 +271,7 @@ PARAMETRIZED: dict[str, Callable[[nn.Linear], Any]] = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("first", [True, False], ids=["parametrized first", "deferred first"])
 @pytest.mark.parametrize("name", PARAMETRIZED)
 def test_parametrized(name: str, first: bool) -> None:
@@ -410,6 +413,7 @@ def decoder_step(model: nn.Module, ids: Tensor) -> Tensor:
 of_dynamo = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 
 
+@pytest.mark.few(1)
 @of_dynamo
 @pytest.mark.parametrize("backend_name", [None, "eager", "aot_eager"])
 def test_an_own_decoder(backend_name: str | None) -> None:
@@ -431,6 +435,7 @@ def test_an_own_decoder(backend_name: str | None) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @of_dynamo
 def test_a_compiled_step_breaks_twice() -> None:
     """In the model, at its head, and at the loss. One graph cuts the inputs, one is the model, one cuts the targets,
@@ -537,6 +542,7 @@ def test_statistics_are_computed_once() -> None:
     torch.testing.assert_close(case.head.weight.grad, case.x.detach().sum((0, 1)).expand(V, H) / V)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mode", [contextlib.nullcontext, torch.no_grad, torch.inference_mode])
 def test_a_statistic_that_its_reader_changes_in_place(mode: Any) -> None:
     """As a metric does that subtracts a mean from its values: other readers have the value of the logits."""

@@ -101,6 +101,7 @@ USES: dict[str, Callable[[Any, Loss], Tensor]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["apply", "defer"])
 @pytest.mark.parametrize("loss", [loss_of, loss_of_real], ids=["fused", "real"])
 @pytest.mark.parametrize("use", USES)

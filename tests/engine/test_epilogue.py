@@ -134,6 +134,7 @@ def compare_cross_entropy(batch: Batch, device: str, settings: dict | None = Non
     assert_error_is_that_of_eager_code(ours, oracle, batch, device=device, **kwargs)
 
 
+@pytest.mark.few(5)
 @pytest.mark.triton
 @pytest.mark.parametrize("kind", BATCHES)
 def test_cross_entropy(kind, device, passes):
@@ -141,6 +142,7 @@ def test_cross_entropy(kind, device, passes):
     assert len(passes) >= 3 and max(passes) == 13
 
 
+@pytest.mark.few(1)
 @pytest.mark.triton
 @pytest.mark.parametrize(
     "settings",
@@ -168,6 +170,7 @@ def test_wide_hidden_states(device, passes):
     assert passes == [9, 9, 6]
 
 
+@pytest.mark.few(1)
 @pytest.mark.triton
 @pytest.mark.parametrize("trainable", ["weight", "input"])
 def test_frozen(trainable, device, passes):
@@ -306,6 +309,7 @@ def test_serves_what_a_cast_aligns():
     assert not served({"head": LossHead(weight.t()), "dtype": torch.bfloat16})
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("change", REFUSED.values(), ids=REFUSED)
 def test_serves_not(change):
     assert served({}) and served({"head": LossHead(torch.zeros(16, 3072, dtype=torch.bfloat16))})
@@ -335,6 +339,7 @@ AUTOMATIC = {
 }
 
 
+@pytest.mark.few(5, "a device without the tiles", "pairs")
 @pytest.mark.parametrize(("change", "tokens"), AUTOMATIC.values(), ids=AUTOMATIC)
 def test_the_automatic_budget(change, tokens, monkeypatch):
     """The fused epilogue takes two chunks, where the step could be one chunk of logits."""
@@ -391,6 +396,7 @@ def test_wide_tiles(capability, setting, monkeypatch):
         assert backend.wide_tiles(capability) == (text in setting)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("text", ["8", "12", "9;10", "blackwell", "9.0"])
 def test_a_wrong_setting_of_wide_tiles_is_refused(text):
     expected = f"LIGER_CHUNKED_WIDE_TILES must list major compute capabilities among 9, 10, .* got {text!r}"
@@ -452,6 +458,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.ordinary_memory
 @pytest.mark.parametrize("valid", [1.0, 0.75])
 @pytest.mark.parametrize("trainable", TRAINABLE.values(), ids=TRAINABLE)

@@ -69,6 +69,7 @@ def compare(batch: Batch, device: str, wanted: tuple[str, ...], outputs: tuple[s
     assert_error_is_that_of_eager_code(ours, oracle, batch, device=device, dtype=dtype)
 
 
+@pytest.mark.few(5)
 @pytest.mark.sampled(interpreted=True)
 @pytest.mark.triton
 @pytest.mark.parametrize("kind", BATCHES)
@@ -78,6 +79,7 @@ def test_gradients(kind, wanted, device, passes):
     assert passes and passes[0] >= 3
 
 
+@pytest.mark.few(1)
 @pytest.mark.triton
 @pytest.mark.parametrize(
     "wanted",
@@ -93,6 +95,7 @@ def test_each_statistic(wanted, device, passes):
     assert passes
 
 
+@pytest.mark.few(1)
 @pytest.mark.triton
 @pytest.mark.parametrize("kind", ["plain", "lost"])
 def test_float16(kind, device, passes, monkeypatch):
@@ -103,6 +106,7 @@ def test_float16(kind, device, passes, monkeypatch):
     assert passes and passes[0] >= 3
 
 
+@pytest.mark.few(1)
 @pytest.mark.triton
 @pytest.mark.parametrize("scale", [2.0**-30, 2.0**30])
 def test_float16_with_a_loss_scale(scale, device, passes):
@@ -135,6 +139,7 @@ KEPT = {
 }
 
 
+@pytest.mark.few(5, "cpu-more-squares")
 @pytest.mark.triton
 @pytest.mark.parametrize(
     ("wanted", "kind"),
@@ -180,6 +185,7 @@ def test_tiles_of_wider_heads(hidden, device, passes, monkeypatch):
     assert passes
 
 
+@pytest.mark.few(4)
 @pytest.mark.triton
 @pytest.mark.parametrize("kind", BATCHES)
 def test_values(kind, device, passes):
@@ -308,6 +314,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("change", REFUSED.values(), ids=REFUSED)
 def test_serves_not(change):
     def served(

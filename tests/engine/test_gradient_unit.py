@@ -95,6 +95,7 @@ def gradients(run: Run, dtype: torch.dtype, budget: int | None, device: str) -> 
     return [w.grad.double(), x.grad.double()]
 
 
+@pytest.mark.few(3, "cpu-grpo-falling-packs")
 @pytest.mark.sampled(interpreted=True)
 @pytest.mark.triton
 @pytest.mark.parametrize("budget", [ONE_SEQUENCE, None], ids=["packs", "one"])

@@ -57,6 +57,7 @@ def assert_same(ours: dict[str, Tensor], exact: dict[str, Tensor], tolerance: fl
 # Frozen parts
 
 
+@pytest.mark.few(2)
 @pytest.mark.sampled(2)
 @by_path
 @pytest.mark.parametrize(
@@ -74,6 +75,7 @@ def test_frozen_parts(row, trainable, device):
         assert batch[name].grad is None
 
 
+@pytest.mark.few(2)
 @by_path
 def test_nothing_trainable(row):
     batch = row.sample(SMALL, seed=2)
@@ -86,6 +88,7 @@ def test_nothing_trainable(row):
 # Ignored tokens
 
 
+@pytest.mark.few(3)
 @pytest.mark.sampled
 @by_row
 @pytest.mark.parametrize("budget", [None, 8 * SMALL.vocab], ids=["auto", "1-token"])
@@ -114,6 +117,7 @@ def test_a_sum_of_many_log_probabilities_is_not_rounded_on_the_way():
     assert relative_error(loss, exact) < torch.finfo(torch.float32).eps
 
 
+@pytest.mark.few(5, "cpu-cpo-alphapo-negative-hinge", "cpu-stats-kept")
 @by_row
 def test_empty_batch_is_a_connected_zero(row, device):
     batch = {
@@ -125,6 +129,7 @@ def test_empty_batch_is_a_connected_zero(row, device):
         assert (value == 0).all(), name
 
 
+@pytest.mark.few(4, "cpu-one-sequence-gmpo")
 @pytest.mark.sampled
 @by_row
 @pytest.mark.parametrize("ignored", [[1], [1, 4], [0, 1, 2]], ids=["one-sequence", "one-pair", "all-chosen"])
@@ -134,6 +139,7 @@ def test_ignored_sequences(row, ignored, device):
     assert_same(evaluate(partial(row.ours, logits_budget=SEVERAL_CHUNKS), batch), evaluate(row.oracle, batch))
 
 
+@pytest.mark.few(2)
 @pytest.mark.sampled(2)
 @by_path
 @pytest.mark.parametrize("ignore_index", [-1, 0, SMALL.vocab - 1, 10**6])
@@ -146,6 +152,7 @@ def test_other_ignore_index(row, ignore_index):
     assert_same(ours, evaluate(partial(row.oracle, ignore_index=ignore_index), batch))
 
 
+@pytest.mark.few(3)
 @by_path
 def test_padding_is_free_to_be_anything(row):
     """Hidden states of ignored tokens are not read."""
@@ -182,6 +189,7 @@ def test_in_place_on_losses_per_token(budget):
     assert_same(evaluate(statistics, batch), exact)
 
 
+@pytest.mark.few(3, "one-chunk-ce-token_weights-everything")
 @by_path
 @pytest.mark.parametrize("budget", [None, SEVERAL_CHUNKS], ids=["one-chunk", "several"])
 def test_second_backward_with_another_upstream(row, budget):
@@ -194,6 +202,7 @@ def test_second_backward_with_another_upstream(row, budget):
         assert_same(dict(zip(leaves, grads, strict=True)), {name: upstream * exact[name] for name in leaves})
 
 
+@pytest.mark.few(2)
 @by_path
 def test_inputs_are_left_alone(row):
     batch = row.sample(SMALL, seed=0)
@@ -316,6 +325,7 @@ def test_kernels_meet_a_target_with_gaps(device):
         assert relative_error(ours[name], exact[name]) < 1e-5, name
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("row", on_paths(row for row in ROWS if row.scope != "token"))
 def test_side_of_the_padding(row):
     """Sequences moved to the right end of their rows, as a tokenizer with left padding has them."""
@@ -348,6 +358,7 @@ def test_vocabulary_of_a_model():
 # Numbers
 
 
+@pytest.mark.few(1)
 @by_path
 @pytest.mark.parametrize("offset", [1e4, -1e4], ids=str)
 def test_offset_logits(row, offset, device):
@@ -360,6 +371,7 @@ def test_offset_logits(row, offset, device):
         assert relative_error(value, exact[name]) < 1e-9 or torch.allclose(value, exact[name], atol=1e-9), name
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("budget", [None, 8 * 7 * SMALL.vocab, 8 * 7 * 4], ids=["auto", "chunks", "slices"])
 @pytest.mark.parametrize("columns", [slice(0, 9), slice(14, 23), slice(5, 6)], ids=["first", "last", "one"])
 @pytest.mark.parametrize("loss", ["ce-sum", "dpo-no-reference", "stats-entropy"])
@@ -373,6 +385,7 @@ def test_columns_of_minus_infinity(loss, columns, budget):
     assert_same(ours, evaluate(row.oracle, batch, ("weight", "input")))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("probability", [0.9, 0.99, 0.999, 1 - 1e-5], ids=str)
 def test_gradient_near_certainty_in_bfloat16(probability, device):
     """p - 1 is small, and must not be the difference of two rounded numbers."""
@@ -400,6 +413,7 @@ def test_gradient_near_certainty_in_bfloat16(probability, device):
 # Precision
 
 
+@pytest.mark.few(2)
 @by_path
 def test_autocast(row, device, monkeypatch):
     """GEMMs run in the autocast dtype; the result equals that of inputs cast by hand, with float32 gradients."""
@@ -433,6 +447,7 @@ def test_autocast(row, device, monkeypatch):
         assert relative_error(grad, by_hand[name].double()) < torch.finfo(torch.bfloat16).eps, name
 
 
+@pytest.mark.few(2)
 @by_path
 def test_autocast_leaves_float64_alone(row):
     batch = row.sample(SMALL, seed=0)
@@ -441,6 +456,7 @@ def test_autocast_leaves_float64_alone(row):
         assert_same(evaluate(row.ours, batch), exact)
 
 
+@pytest.mark.few(1)
 @pytest.mark.sampled(0.5)  # a CPU takes a second for products in float16
 @by_path
 @pytest.mark.parametrize("scale", [1.0, 2.0**14], ids=["unscaled", "scaled"])
@@ -457,6 +473,7 @@ def test_float16_with_a_loss_scale(row, scale, device):
         assert relative_error(value, expected) <= bound, name
 
 
+@pytest.mark.slow
 def test_100_steps_in_slices_of_bfloat16():
     """Rounding errors that add up over steps and slices would move the weights further than eager code does."""
     vocab, hidden, n = 2503, 16, 24
@@ -486,6 +503,7 @@ def test_100_steps_in_slices_of_bfloat16():
 # Pairs
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -511,6 +529,7 @@ def test_dpo_metrics(settings, device):
 # Cross entropy
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_cross_entropy_metrics(reduction, device):
     batch = moved(tokens(SMALL, seed=0), device=device)
@@ -532,6 +551,7 @@ def test_cross_entropy_metrics(reduction, device):
     assert metrics.token_accuracy.item() == pytest.approx(stats["is_top1"].sum().item() / n_valid(batch))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("count", [int, torch.tensor, None], ids=["int", "tensor", "none"])
 @pytest.mark.parametrize(
     ("loss", "sample"),

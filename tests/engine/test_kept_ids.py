@@ -83,6 +83,7 @@ WAYS = {"rows": nullcontext, "products": products_for_kept_ids}
 both_ways = pytest.mark.parametrize("way", WAYS)
 
 
+@pytest.mark.few(5, "bias---rows", "plain---rows", "temperatures---rows")
 @both_ways
 @pytest.mark.parametrize("budget", [None, 8 * 40], ids=["", "tiles"])
 @pytest.mark.parametrize("mixed", [False, True], ids=["", "mixed"])
@@ -217,6 +218,7 @@ def test_no_logits_of_other_ids_are_read() -> None:
     assert (weight.grad[others] == 0).all()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("options", [
     {"beta": 0.1}, {"importance_level": "sequence", "temperature": 0.7},
     {"reduction": "dapo", "entropy_coef": 0.05, "top_entropy_quantile": 0.5},
@@ -536,6 +538,7 @@ def test_ids_of_completions() -> None:
     assert KeptIds.from_completions([], target[:0]).positions == 0
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("made_there", [False, True])
 @both_ways
 def test_a_call_in_inference_mode_before_one_with_gradients(way: str, made_there: bool) -> None:
@@ -588,6 +591,7 @@ def on_a_rank(rank: int, folder: str, input_grad: str, way: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.few(1)
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
 @both_ways
 @pytest.mark.parametrize("input_grad", ["all_reduce", "partial"])
@@ -631,6 +635,7 @@ def of_positions(rank: int, folder: str, lengths: tuple[int, int]) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.few(1)
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
 @pytest.mark.parametrize("lengths", [(2, 3), (5, 0)])
 def test_sequences_split_over_ranks(lengths: tuple[int, int], tmp_path: Path, fresh_process: FreshProcesses) -> None:

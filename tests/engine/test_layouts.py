@@ -268,6 +268,7 @@ def dense(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
+@pytest.mark.few(2)
 @pytest.mark.sampled
 @pytest.mark.parametrize("layout", LAYOUTS)
 @cases(CASES)
@@ -279,6 +280,7 @@ def test_each_argument(case: Case, layout: Callable[[Tensor], Tensor]) -> None:
         assert_same(case.evaluate(tensors | {name: layout(x)}), expected, name)
 
 
+@pytest.mark.few(2)
 @cases(CASES)
 def test_each_argument_expanded(case: Case) -> None:
     tensors = case.sample()
@@ -288,6 +290,7 @@ def test_each_argument_expanded(case: Case) -> None:
             assert_same(case.evaluate(tensors | {name: one}), same, f"{name} {one.stride()}")
 
 
+@pytest.mark.few(2)
 @pytest.mark.sampled(0.34, interpreted=True)
 @pytest.mark.triton
 @cases(case for case in CASES if case.interpreted)
@@ -302,6 +305,7 @@ def test_all_arguments(case: Case, device: str) -> None:
         assert_same(case.evaluate(tensors | vectors), same, "repeated")
 
 
+@pytest.mark.few(4, "cpu-geglu-packed", "cpu-layer_norm", "cpu-swiglu")
 @pytest.mark.sampled(0.5, interpreted=True)
 @pytest.mark.triton
 @cases(FUNCTIONS)

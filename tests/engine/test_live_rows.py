@@ -84,6 +84,7 @@ def with_advantages(fraction: float, seed: int = 0) -> Batch:
 # Products
 
 
+@pytest.mark.few(1, "one-chunk-0.5")
 @pytest.mark.parametrize("fraction", [1.0, 0.5, 0.2, 0.0])
 @pytest.mark.parametrize("budget", [None, 8 * 97 * 37], ids=["one-chunk", "chunks"])
 def test_products_of_a_policy_loss(fraction, budget):
@@ -113,6 +114,7 @@ CLIPPED = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("how", CLIPPED)
 def test_every_reason_for_no_gradient(how):
     batch = rollouts(SIZES, 1, old=True)
@@ -143,6 +145,7 @@ def test_a_kl_or_an_entropy_bonus_keeps_all_rows():
     assert products(partial(grpo, beta=0.1), batch) == pytest.approx(3)
 
 
+@pytest.mark.few(2, "logps-0.5")
 @pytest.mark.parametrize("fraction", [1.0, 0.5, 0.2, 0.0])
 @pytest.mark.parametrize(
     ("options", "again"),
@@ -273,6 +276,7 @@ def of_some_tokens(batch: Batch, seed: int = 3) -> Batch:
     return {**batch, "advantages": advantages * (torch.rand(shape, generator=generator) < 0.3)}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("row", on_paths(POLICY))
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_policy_losses_match_the_oracle(row, budget):
@@ -283,6 +287,7 @@ def test_policy_losses_match_the_oracle(row, budget):
         assert relative_error(ours[name], value) < 1e-12, name
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("outputs", [("logps",), ("logps", "lse", "entropy", "mean_logits")], ids=["logps", "all"])
 @pytest.mark.parametrize("budget", [*BUDGETS, "slices"])
 @pytest.mark.parametrize("trainable", [("weight", "input", "bias"), ("input",), ("weight",), ("bias",)], ids="-".join)
@@ -305,6 +310,7 @@ def test_statistics_match_the_oracle(outputs, budget, trainable):
         assert relative_error(value, exact[name]) < 1e-12, name
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("tile", [None, 9, 64])
 def test_results_are_as_close_as_with_all_rows(dtype, tile):
@@ -341,6 +347,7 @@ class Nothing(LigerFusedLinearPolicyBase):
         return rollouts.logps * 0.0
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("budget", [None, 8 * 97 * 37, 8])
 def test_no_live_row_is_zero_everywhere(dtype, budget):
@@ -372,6 +379,7 @@ def test_a_gather_takes_little_memory(monkeypatch):
 PATTERNS = ["101101", "000111", "111000", "000000", "010101"]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_live_rows_fill_the_holes(pattern, monkeypatch):
     monkeypatch.setattr(live_rows, "MOST_GATHERED", 200)  # two rows at a time
@@ -408,6 +416,7 @@ def test_few_dead_rows_stay_on_a_gpu(monkeypatch):
     assert LiveCount.start({"logps": g}).read().length == 251
 
 
+@pytest.mark.few(4)
 @pytest.mark.triton
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_gradients_of_live_rows_alone(pattern, device):
@@ -487,6 +496,7 @@ def test_the_fused_epilogue_of_a_loss(device, lengths, monkeypatch):
     assert len(passes) == 6
 
 
+@pytest.mark.few(3)
 @pytest.mark.triton
 @pytest.mark.parametrize("outputs", [("logps", "lse"), ("logps", "entropy", "mean_logits")], ids="-".join)
 @pytest.mark.parametrize("budget", [2 * 36 * 128, 2 * 13 * 512], ids=["slices", "blocks"])

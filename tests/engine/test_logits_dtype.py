@@ -51,6 +51,7 @@ def assert_float32(found: dict[str, Any], exact: dict[str, Any], roundings: int 
         assert error < bound, (name, error)
 
 
+@pytest.mark.few(2)
 @pytest.mark.triton
 @pytest.mark.sampled(interpreted=True)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -97,6 +98,7 @@ def test_adapter(device: str) -> None:
         assert_float32(evaluate(adapted(ours, b, a), given, logits_budget=budget, **WIDE), exact, roundings=4)
 
 
+@pytest.mark.few(1)
 @pytest.mark.triton
 @pytest.mark.parametrize("budget", [None, 6 * V * 7], ids=["one-chunk", "chunks"])
 def test_losses(budget: int | None, device: str) -> None:

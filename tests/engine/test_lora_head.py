@@ -88,6 +88,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.sampled(4)
 @by_path
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -139,6 +140,7 @@ class PeftHead:
 CLIP = ("grpo", "bnpo", "dapo", "dr_grpo", "gspo", "luspo")
 
 
+@pytest.mark.few(1)
 @pytest.mark.sampled
 @pytest.mark.parametrize("row", on_paths(row for row in ROWS if not row.id.startswith(CLIP)))
 @pytest.mark.parametrize("chunks", [False, True], ids=["one-chunk", "chunks"])
@@ -158,6 +160,7 @@ def test_bfloat16_error_is_that_of_peft(row, chunks, device):
     assert_errors_at_most_eagers(map(batch_of, range(3 * row.batches)))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("id", ["ce", "dpo-sigmoid", "jsd", "grpo", "stats-all"])
 def test_autocast_error_is_that_of_peft(id):
     """Parameters in float32, products in bfloat16."""
@@ -327,6 +330,7 @@ def attached(kind: str) -> Any:
 BUDGETS = pytest.mark.parametrize("budget", [None, 3 * 8 * 64], ids=["one-chunk", "chunks"])
 
 
+@pytest.mark.few(3)
 @PEFT_WARNINGS
 @BUDGETS
 @pytest.mark.parametrize("kind", ADAPTERS)
@@ -337,6 +341,7 @@ def test_peft_sft(kind, budget):
     )
 
 
+@pytest.mark.few(1)
 @PEFT_WARNINGS
 @BUDGETS
 @pytest.mark.parametrize("kind", ["lora", "two adapters, dropout"])
@@ -390,6 +395,7 @@ UNSUPPORTED = {
 }  # fmt: skip
 
 
+@pytest.mark.few(2)
 @PEFT_WARNINGS
 @pytest.mark.parametrize("case", UNSUPPORTED)
 def test_unsupported_heads_are_refused(case):
@@ -437,6 +443,7 @@ def sum_of_logps(head: Any, input: Any, budget: int | None) -> Tensor:
     return linear_token_stats(head.weight, input.hidden_states, target, head.bias, logits_budget=budget).logps.sum()
 
 
+@pytest.mark.few(1)
 @PEFT_WARNINGS
 @BUDGETS
 @pytest.mark.parametrize("loss", [sft, sum_of_logps])
@@ -562,6 +569,7 @@ def policy_adapter(batch: Batch) -> dict[str, Any]:
     return with_weights(batch, adapted)
 
 
+@pytest.mark.few(2, "chunks-input-stats-kept-products")
 @pytest.mark.sampled
 @pytest.mark.parametrize("row", on_paths(row for row in ROWS if row.products and "mismatched" not in row.id))
 @pytest.mark.parametrize("frozen_input", [False, True], ids=["input", "frozen-input"])
@@ -588,6 +596,7 @@ def test_products_of_a_frozen_weight(row, frozen_input, tokens):
     assert found == pytest.approx(without + of_up + of_down, rel=1e-12)
 
 
+@pytest.mark.few(2, "bf16-squared-error")
 @pytest.mark.ordinary_memory
 @pytest.mark.sampled
 @by_path
@@ -615,6 +624,7 @@ def test_a_frozen_weight_has_no_copy(row, dtype, monkeypatch):
 # Other dtypes
 
 
+@pytest.mark.few(3)
 @pytest.mark.triton
 @pytest.mark.parametrize("options", [LogitOptions(), LogitOptions(softcap=3.0, logit_scale=0.5, temperature=1.3)])
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -641,6 +651,7 @@ def test_the_targets_logit_includes_the_adapter(options, with_bias, device):
     assert (results[0][0] - finish(stats, target, 97, ("logps",)).logps).abs().max() > 1e-3
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("adapter", [torch.float32, torch.float16])
 @pytest.mark.parametrize("budget", [None, 6 * 97 * 2], ids=["one-chunk", "chunks"])
 def test_float16_with_small_and_large_gradients(adapter, budget, device):
@@ -761,6 +772,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(("part", "value", "kind", "message"), REFUSED, ids=str)
 def test_refused(part, value, kind, message):
     weight, input, target = example(**{part: value})

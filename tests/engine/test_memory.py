@@ -83,6 +83,7 @@ MEASURED = [
 ]
 
 
+@pytest.mark.few(2, "linear_token_stats-1446")
 @pytest.mark.parametrize(
     ("mib", "loss", "batch"),
     MEASURED,
@@ -172,6 +173,7 @@ def budget_of(batch: Batch, part: float) -> int:
     return int(part * n_valid) * batch["weight"].shape[0] * batch["weight"].dtype.itemsize
 
 
+@pytest.mark.few(1)
 @pytest.mark.sampled(0.34)
 @pytest.mark.ordinary_memory
 @pytest.mark.parametrize(("row", "part", "trainable"), CASES)
@@ -194,6 +196,7 @@ def test_agrees_with_steps_on_a_cpu(row, part, trainable, monkeypatch):
         assert estimate.peak <= 1.05 * measured.peak, f"{estimate}, not {measured.peak}"
 
 
+@pytest.mark.few(2, "stats-all")
 @pytest.mark.ordinary_memory
 @pytest.mark.parametrize("row", rows(*ENGINES, "kl-top-k", "squared-error"), ids=repr)
 def test_logits_are_gone_when_gradients_are_rounded(row, monkeypatch):

@@ -38,6 +38,7 @@ def packed(batch: Batch, keep: Tensor) -> dict[str, Any]:
     return {name: rows(name, x) for name, x in batch.items()} | {"cu_seqlens": ends.int()}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("budget", [None, 8 * 23 * 5], ids=["one-chunk", "chunks"])
 @pytest.mark.parametrize("row", SERVED, ids=str)
 def test_equals_the_padded_batch(row: Row, budget: int | None) -> None:

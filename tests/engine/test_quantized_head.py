@@ -233,6 +233,7 @@ def assert_equal_gradients(model: Any, found: Tensor, eager: Any, expected: Tens
         assert relative_error(ours[name], gradient) < 1e-9, name
 
 
+@pytest.mark.few(4, "stand-in of bitsandbytes-sft-head")
 @pytest.mark.parametrize("targets", [["q_proj"], ["q_proj", "lm_head"]], ids=["backbone", "head"])
 @pytest.mark.parametrize("loss", TRAINED)
 def test_equal_to_the_dequantized_head(format, targets, loss):
@@ -247,6 +248,7 @@ def test_equal_to_the_dequantized_head(format, targets, loss):
     assert_equal_gradients(model, found, eager, expected)
 
 
+@pytest.mark.few(3)
 def test_kept_ids(format):
     """A few rows of a quantized head, with its adapter, against the dequantized one's whole logits."""
     model, eager = models(format, ["q_proj", "lm_head"])
@@ -279,6 +281,7 @@ def logps(model: Any, x: Tensor, target: Tensor) -> Tensor:
     return logits.run(compute)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("format", [name for name in FORMATS if "stand-in" not in name], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_error_is_that_of_the_modules_own_product(format, dtype):
@@ -306,6 +309,7 @@ def test_error_is_that_of_the_modules_own_product(format, dtype):
     assert_errors_at_most_eagers(map(batch_of, range(8)))
 
 
+@pytest.mark.few(1)
 @pytest.mark.ordinary_memory
 @pytest.mark.parametrize("format", ["stand-in of torchao", "stand-in of bitsandbytes"], indirect=True)
 @pytest.mark.parametrize("targets", [["q_proj"], ["q_proj", "lm_head"]], ids=["backbone", "head"])
@@ -385,6 +389,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
+@pytest.mark.few(3, "lora-GPTQ")
 @pytest.mark.parametrize("case", REFUSED)
 @pytest.mark.parametrize("with_lora", [False, True], ids=["alone", "lora"])
 def test_other_formats_are_refused(case, with_lora, monkeypatch):

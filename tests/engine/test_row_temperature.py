@@ -127,6 +127,7 @@ def assert_close(found: dict[str, Any], exact: dict[str, Any], bound: float) -> 
         assert relative_error(found[name], expected) < bound, (name, relative_error(found[name], expected))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 @pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS)
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
@@ -156,6 +157,7 @@ def test_every_token_counts() -> None:
     assert_close(evaluate(ours, given), evaluate(oracle, given), BOUND)
 
 
+@pytest.mark.few(2)
 @pytest.mark.triton
 @pytest.mark.parametrize("budget", [None, 60], ids=["one-tile", "tiles"])
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
@@ -168,6 +170,7 @@ def test_float32(transform: dict[str, Any], budget: int | None, device: str, pat
     )
 
 
+@pytest.mark.slow
 @pytest.mark.triton
 @pytest.mark.parametrize(
     "transform", [exhaustive([x], name, INTERPRETED and name != "softcap") for name, x in TRANSFORMS.items()]
@@ -275,6 +278,7 @@ LEVELS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("budget", [None, 8 * 23 * 9], ids=["one-chunk", "chunks"])
 @pytest.mark.parametrize("settings", LEVELS.values(), ids=LEVELS)
 def test_grpo(settings: dict[str, Any], budget: int | None) -> None:

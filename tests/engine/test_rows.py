@@ -36,6 +36,7 @@ def chunks_of(rows: Rows) -> tuple[Chunk, ...]:
     return chunks_of_groups(rows.groups.host_counts, rows.groups.cut_counts, 7)
 
 
+@pytest.mark.few(5, "pair-False", "pair-True", "sequence-False", "sequence-True")
 @pytest.mark.parametrize("ignored", [False, True])
 @pytest.mark.parametrize("group", ["token", "sequence", "pair"])
 def test_values_return_to_their_positions(group: Group, ignored: bool) -> None:

@@ -160,6 +160,7 @@ SEQUENCES = [
 ]
 
 
+@pytest.mark.few(2, "right-gemma2-flex_attention")
 @pytest.mark.parametrize(("name", "way"), CASES)
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_hidden_states_and_their_gradients(name: str, way: str, side: str) -> None:
@@ -188,6 +189,7 @@ def completions(side: str) -> tuple[Tensor, Tensor, Tensor]:
     return ids, mask, labels
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("keep", [5, torch.tensor([8, 9]), torch.tensor([[1, 2], [0, 1], [2, 1], [1, 3]]), "mask"])
 def test_positions_to_keep(keep: Any) -> None:
     model = build("llama")
@@ -206,6 +208,7 @@ def test_positions_to_keep(keep: Any) -> None:
 SMALL = build("mistral", "sdpa")
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(forests(), st.sampled_from(["left", "right"]), st.booleans())
 def test_any_forest(sequences: list[list[int]], side: str, dense: bool) -> None:
@@ -226,6 +229,7 @@ def test_any_forest(sequences: list[list[int]], side: str, dense: bool) -> None:
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe"])
 def test_hidden_states_of_trailing_padding(name: str) -> None:
     """Metrics of some trainers read these states. Positions are those that a model uses if it gets none."""
@@ -241,6 +245,7 @@ def test_hidden_states_of_trailing_padding(name: str) -> None:
 # Wrappers.
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
 @pytest.mark.ordinary_memory
 def test_under_data_parallel(wrapper: str, tmp_path: Path) -> None:
@@ -284,6 +289,7 @@ def _long(seed: int, lengths: tuple[int, ...] = (300, 200, 100, 17, 250)) -> tup
     return packed.end, packed.position_ids
 
 
+@pytest.mark.few(2, "400")
 @pytest.mark.parametrize("window", [None, 1, 100, 400])
 def test_blocks(window: int | None) -> None:
     end, depth = _long(0)
@@ -320,6 +326,7 @@ def flex_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda query, key, value: None)
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("flex_gradients")
 @pytest.mark.parametrize("setting", ["plain", "window, softcap, sinks"])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -458,6 +465,7 @@ def _causal(prefix: str, config: dict[str, Any]) -> PreTrainedModel:
     return getattr(transformers, f"{prefix}{kind}")(getattr(transformers, f"{prefix}{text}Config")(**config))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("prefix", "config", "reason"), REFUSED, ids=[row[0] for row in REFUSED])
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 def test_refused(prefix: str, config: dict[str, Any], reason: str) -> None:
@@ -544,6 +552,7 @@ BY_LENGTH = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", BY_LENGTH)
 def test_padding_beyond_the_length_that_changes_positions(name: str) -> None:
     """A batch is shared if and only if it has the hidden states of `forward`."""

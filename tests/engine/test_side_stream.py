@@ -92,6 +92,7 @@ def small_chunks(by_epilogue: None, monkeypatch: pytest.MonkeyPatch) -> None:
 FORK, JOIN = "other waits for current", "current waits for other"
 
 
+@pytest.mark.few(1)
 @pytest.mark.triton
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_dx_is_written_when_dw_is_done(blocks, device, log, monkeypatch):
@@ -105,6 +106,7 @@ def test_dx_is_written_when_dw_is_done(blocks, device, log, monkeypatch):
     assert log == [*begin, product, targets, *end, *begin, targets, product, *end]
 
 
+@pytest.mark.few(1)
 @pytest.mark.triton
 @pytest.mark.parametrize("trainable", ["weight", "input"])
 def test_one_gradient_stays_on_its_stream(trainable, device, log):

@@ -35,6 +35,7 @@ def test_tiles_cover_the_logits(small):
     assert [tile.vocab_slice.start for tile in found] == sorted(tile.vocab_slice.start for tile in found)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("row", rows("stats-logps", "stats-all", "stats-any-order-transformed"), ids=repr)
 def test_values(row, small):
     batch = row.sample(SIZES, 1)

@@ -112,6 +112,7 @@ def hooks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ho
     return hooks
 
 
+@pytest.mark.few(1)
 @by_path
 def test_hooks(row: Row, hooks: Hooks) -> None:
     batch = row.sample(SMALL, seed=0)
@@ -134,6 +135,7 @@ def test_hooks(row: Row, hooks: Hooks) -> None:
     assert_close(again, leaves, expected)
 
 
+@pytest.mark.few(2)
 @some_rows
 def test_hooks_around_the_backward(row: Row, hooks: Hooks) -> None:
     """What a backward builds and frees is hidden from hooks, as in the forward."""
@@ -146,6 +148,7 @@ def test_hooks_around_the_backward(row: Row, hooks: Hooks) -> None:
             assert_close(grads, leaves, expected)
 
 
+@pytest.mark.few(2)
 @some_rows
 @pytest.mark.parametrize(
     "context",
@@ -181,6 +184,7 @@ def test_an_inner_graph_keeps_its_own_version_check(around: Callable[[], Abstrac
         _Remembering()(**{**batch, **leaves_of(batch)})
 
 
+@pytest.mark.few(1)
 @pytest.mark.sampled
 @pytest.mark.ordinary_memory
 @by_path
@@ -235,6 +239,7 @@ class Interrupted:
             self.fatal = -1
 
 
+@pytest.mark.few(1)
 @pytest.mark.ordinary_memory
 @pytest.mark.sampled
 @by_path_of_products
@@ -266,6 +271,7 @@ def test_a_step_after_an_interrupted_one(
         assert_equal(evaluate(call, batch), expected)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("row", on_paths(row for row in ROWS if row.products and not row.fused))
 def test_a_backward_after_an_interrupted_one(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph of the forward is still right."""
@@ -300,6 +306,7 @@ def surrounded(
     return evaluate(loss, batch), runs
 
 
+@pytest.mark.few(2)
 @pytest.mark.sampled
 @by_path
 @pytest.mark.parametrize("kind", ["early-stop", "to-the-end", "reentrant"])
@@ -313,6 +320,7 @@ def test_checkpoint(row: Row, kind: str) -> None:
     assert_equal(ours, expected)
 
 
+@pytest.mark.few(2)
 @pytest.mark.ordinary_memory
 @pytest.mark.parametrize("outputs", [("logps",), ("logps", "entropy")], ids="+".join)
 @pytest.mark.parametrize("private", [True, False], ids=["probed", "public"])
@@ -361,6 +369,7 @@ def refill(x: Tensor) -> None:
             x.add_(10**6)
 
 
+@pytest.mark.few(1)
 @by_path
 @pytest.mark.parametrize("ignored", [True, False], ids=["ignored", "full"])
 def test_refilled_tensors(row: Row, ignored: bool, made_once: Batch) -> None:
@@ -461,6 +470,7 @@ def test_what_a_loss_holds_changes_after_the_forward(kind: str, change: Callable
 # Tensors that were made in inference mode
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("id", "name"),
     [
@@ -515,6 +525,7 @@ def again(loss: Tensor, first: Tensor, by: list[Tensor]) -> list[Tensor | None]:
     return list(torch.autograd.grad(gradient.square().sum(), by, allow_unused=True))
 
 
+@pytest.mark.few(1)
 @pytest.mark.sampled
 @by_path
 @pytest.mark.parametrize("decay", [0.0, 0.3], ids=["alone", "with-weight-decay"])
@@ -537,6 +548,7 @@ def test_second_derivatives(row: Row, decay: float) -> None:
                 again(made(), first, [by])
 
 
+@pytest.mark.few(3)
 @some_rows
 def test_second_derivatives_by_the_body(row: Row) -> None:
     """The second derivative is with respect to a parameter that the hidden states depend on."""
@@ -548,6 +560,7 @@ def test_second_derivatives_by_the_body(row: Row) -> None:
         again(loss, weight, [scale])
 
 
+@pytest.mark.few(4)
 @some_rows
 def test_batched_backward(row: Row) -> None:
     batch = row.sample(SMALL, seed=0)
@@ -576,6 +589,7 @@ def value_of(loss: Any, batch: Batch) -> Tensor:
     return returned[0] if isinstance(returned, tuple) else returned
 
 
+@pytest.mark.few(2)
 @every_loss
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
 def test_copies(loss: Any, sample: Callable[[Sizes, int], Batch], copied: Callable[[Any], Any]) -> None:
@@ -586,6 +600,7 @@ def test_copies(loss: Any, sample: Callable[[Sizes, int], Batch], copied: Callab
 # Threads
 
 
+@pytest.mark.few(1)
 @every_loss
 def test_threads(loss: Any, sample: Callable[[Sizes, int], Batch]) -> None:
     """One loss in several threads at once, with different batches; one of them runs under hooks."""
@@ -613,6 +628,7 @@ def test_threads(loss: Any, sample: Callable[[Sizes, int], Batch]) -> None:
             assert_equal(ours, exact)
 
 
+@pytest.mark.few(3)
 @some_rows
 def test_backward_in_another_thread(row: Row) -> None:
     batch = row.sample(SMALL, seed=0)

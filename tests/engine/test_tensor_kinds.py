@@ -244,6 +244,7 @@ def equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.few(3)
 @pytest.mark.sampled
 @pytest.mark.parametrize("kind", SERVED)
 @every_argument
@@ -260,6 +261,7 @@ def test_served_as_a_plain_tensor(call: Call, argument: str, kind: str) -> None:
     assert equal(found, {name: expected[name] for name in found})
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("call", "argument"),
     [pytest.param(call, name, id=f"{call}-{name}") for call in CALLS for name in call.differentiable],
@@ -279,6 +281,7 @@ def test_leaves_of_another_class_are_not_written_over() -> None:
     assert torch.equal(gate, before)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("call", [call for call in CALLS if call.differentiable], ids=repr)
 def test_an_asynchronous_upstream_gradient_is_waited_for(call: Call) -> None:
     batch = call.batch()
@@ -366,6 +369,7 @@ expects_quantized = pytest.mark.filterwarnings("ignore:.*quantized tensor creati
 expects_nested = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype:UserWarning")
 
 
+@pytest.mark.few(6)
 @pytest.mark.sampled
 @expects_nested
 @expects_quantized
@@ -400,6 +404,7 @@ def check_dtensor(call: Call, batch: dict[str, Tensor], argument: str, kind: str
             torch.testing.assert_close(x, exact)
 
 
+@pytest.mark.few(3)
 @every_call
 def test_the_meta_device(call: Call) -> None:
     """Base kernels return shapes, like torch's own functions; a loss must know which tokens count."""
@@ -428,6 +433,7 @@ def test_class_weights_of_other_kinds() -> None:
             call()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("call", [call for call in CALLS if call.differentiable], ids=repr)
 def test_upstream_gradients_of_other_kinds_are_refused(call: Call) -> None:
     batch = call.batch()
@@ -450,6 +456,7 @@ TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.sampled
 @expects_script
 @pytest.mark.parametrize("transform", TRANSFORMS)
@@ -467,6 +474,7 @@ def test_transforms_of_torch_func_are_refused(call: Call, transform: str, grad: 
         TRANSFORMS[transform](loss, batch[name])
 
 
+@pytest.mark.few(2)
 @expects_script
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
 @pytest.mark.parametrize("call", [call for call in CALLS if call.differentiable], ids=repr)
@@ -519,6 +527,7 @@ VALUES: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
+@pytest.mark.few(11)
 @pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize("name", ["temperature", "loss_type", "weight", "vocab_size", "num_items", "target"])
 def test_messages_say_what_came_without_its_values(name: str, value: str) -> None:

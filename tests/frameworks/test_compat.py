@@ -465,6 +465,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few(3, "kto-defaults")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_matches_the_oracle(case: Case) -> None:
     batch = case.sample()
@@ -475,6 +476,7 @@ def test_matches_the_oracle(case: Case) -> None:
     torch.testing.assert_close(ours, exact, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.few(8, "cpu-kto-negative-kl")
 @pytest.mark.ordinary_memory
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", [case for case in CASES if case.peer], ids=str)
@@ -507,6 +509,7 @@ _MODULE_OF = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.ordinary_memory
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
@@ -572,6 +575,7 @@ def test_kto_reports_sums() -> None:
     torch.testing.assert_close([x.double() for x in sums], expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("beta", "n"), [(0.0, 1), (0.1, 2)])
 @pytest.mark.parametrize("loss_type", ["dapo", "sapo"])
 def test_grpo_reports_by_beta(loss_type: str, beta: float, n: int) -> None:
@@ -684,6 +688,7 @@ BAD = {
 }
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input(name: str) -> None:
     make, message = BAD[name]
@@ -694,6 +699,7 @@ def test_bad_input(name: str) -> None:
 # What Liger-Kernel accepts
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["DPO", "ORPO", "CPO", "SimPO"])
 def test_means_of_logits_cover_ignored_tokens(name: str) -> None:
     batch = pairs(SMALL, seed=3, ref=None)
@@ -705,6 +711,7 @@ def test_means_of_logits_cover_ignored_tokens(name: str) -> None:
     torch.testing.assert_close(torch.stack(metrics[2:4]).double(), means, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["DPO", "KTO", "GRPO"])
 def test_reference_that_is_not_read(kind: str) -> None:
     make, sample = {
@@ -821,6 +828,7 @@ def test_fused_z_loss_has_the_dtype_of_the_input() -> None:
     torch.testing.assert_close(output.z_loss, z.bfloat16(), rtol=2**-7, atol=0)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean", "batchmean"])
 def test_kl_div_eps(reduction: Any) -> None:
     log_q, p = torch.randn(3, 7).double().log_softmax(-1), torch.randn(3, 7).double().softmax(-1)
@@ -937,6 +945,7 @@ def test_functions_have_their_own_defaults() -> None:
         chunked_functional.liger_fused_linear_kto(*states[:3], examples(SMALL, seed=4)["preference_labels"])
 
 
+@pytest.mark.few(5)
 @pytest.mark.ordinary_memory
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["orpo", "dpo", "cpo", "simpo", "kto", "grpo", "jsd", "cosine"])
@@ -1005,6 +1014,7 @@ MLP_CONFIG = SimpleNamespace(
 )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("num_shards", [None, 1, 4, 100])
 @pytest.mark.parametrize("name", ["LigerTiledSwiGLUMLP", "LigerTiledGEGLUMLP"])
 def test_tiled_mlps(name: str, num_shards: int | None) -> None:
@@ -1041,6 +1051,7 @@ def test_apply_tiled_mlp() -> None:
         ops.apply_tiled_mlp(fn, linear, x, num_shards=0)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", ["Phi3", "BlockSparse", "FalconH1", "Experts", "GEGLU"])
 def test_gated_mlps(name: str) -> None:
     x = torch.randn(5, 4)
@@ -1301,6 +1312,7 @@ print(liger_kernel.__version__, is_liger_kernel_available())
 """
 
 
+@pytest.mark.slow
 def test_a_framework_that_asks_for_the_version(fresh_process: Any) -> None:
     """transformers reads it before `use_liger_kernel`, and then says that liger_kernel is missing."""
     assert fresh_process.run(AVAILABILITY).split() == ["0", "False"]
@@ -1365,6 +1377,7 @@ def tiny_models_of(family: str) -> list[str]:
     return [name for name in CAUSAL + IMAGE_TEXT if getattr(hf, name).__module__ == module]
 
 
+@pytest.mark.few(1)
 @pytest.mark.ordinary_memory
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", sampled(FAMILIES, parts=6))
@@ -1414,6 +1427,7 @@ def test_relu_squared_is_refused() -> None:
         transformers.apply_liger_kernel_to_nemotron(True)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("model_type", ["llama", "qwen2_vl_text", "mllama_text_model"])
 def test_apply_by_model_type(model_type: str) -> None:
     pytest.importorskip("transformers")

@@ -160,6 +160,7 @@ def verl_worker(rank: int, folder: str) -> None:
 test_verl_megatron = run(verl_worker)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("chunk_size", [None, 4])
 def test_verl_fsdp(chunk_size: int | None) -> None:
     case = make_case()
@@ -1536,6 +1537,7 @@ def openrlhf() -> Iterator[Any]:
             del sys.modules[name]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("packing_samples", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_openrlhf(openrlhf: Any, packing_samples: bool, temperature: float) -> None:
@@ -1594,6 +1596,7 @@ def cce_worker(rank: int, folder: str) -> None:
 test_cut_cross_entropy_split = run(cce_worker)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("shift", [0, True, 3])
 def test_cut_cross_entropy(reduction: str, shift: int) -> None:

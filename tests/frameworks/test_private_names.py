@@ -45,6 +45,7 @@ def found() -> dict[str, list[str]]:
     return private_names.found()
 
 
+@pytest.mark.slow
 def test_every_private_name_is_listed(found: dict[str, list[str]]) -> None:
     listed = Counter(name for row in PRIVATE for name in row)
     assert max(listed.values()) == 1
@@ -78,6 +79,7 @@ def cases() -> list[object]:
     return made + [pytest.param(*case, marks=pytest.mark.exhaustive, id=f"{case[0]}-{case[1][0]}") for case in rest]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("scenario", "names"), cases())
 def test_without(scenario: str, names: list[str], found: dict[str, list[str]], fresh_process: FreshProcesses) -> None:
     """Run what uses private names in a new process, in which the package cannot find them."""

@@ -41,6 +41,16 @@ from liger_chunked.kernels.tuning.generic import MAX_ROW
 from liger_chunked.layers import glu, layer_norm, relu_squared, rms_norm, rope
 
 
+@pytest.mark.few(
+    7,
+    "cpu-cross_entropy-mean-fp32",
+    "cpu-layer_norm-fp16",
+    "cpu-layer_norm-no_bias-fp32",
+    "cpu-rms_norm-olmo2-fp16",
+    "cpu-rms_norm-residual-bf16",
+    "cpu-rms_norm_gated-sigmoid-fp32",
+    "cpu-rope-halves-fp16",
+)
 @pytest.mark.sampled(interpreted=True)
 @pytest.mark.triton
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
@@ -60,6 +70,7 @@ def test_values_and_gradients(op: Op, dtype: torch.dtype, device: str) -> None:
             assert gradient.dtype == x.dtype
 
 
+@pytest.mark.few(3, "cpu-swiglu")
 @pytest.mark.triton
 @one_each
 def test_path(op: Op, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,6 +95,7 @@ def test_path(op: Op, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run(op.ours, op.sample(op.shapes[0], torch.float32, device))
 
 
+@pytest.mark.few(2)
 @every_op
 def test_gradcheck(op: Op) -> None:
     shape = min(op.shapes, key=lambda shape: torch.Size(shape).numel() if shape[-1] > 2 else 1 << 30)
@@ -110,6 +122,7 @@ def permuted(x: Tensor) -> Tensor:
     return x.detach().movedim(0, -1).contiguous().movedim(-1, 0).requires_grad_(x.requires_grad)
 
 
+@pytest.mark.few(3)
 @pytest.mark.sampled(interpreted=True)
 @pytest.mark.triton
 @pytest.mark.parametrize("layout", [strided, scattered, permuted])
@@ -124,6 +137,7 @@ def test_layouts(op: Op, layout: Callable[[Tensor], Tensor], device: str) -> Non
         torch.testing.assert_close(value, same, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.few(3)
 @pytest.mark.triton
 @one_each
 def test_upstream_of_stride_zero(op: Op, device: str) -> None:
@@ -142,6 +156,7 @@ def test_targets_of_any_stride(device: str) -> None:
     assert torch.equal(lc.liger_cross_entropy(x, apart), lc.liger_cross_entropy(x, target))
 
 
+@pytest.mark.few(3, "cpu-swiglu-gpt_oss")
 @pytest.mark.triton
 @every_op_not_interpreted
 def test_frozen_inputs(op: Op, device: str) -> None:
@@ -158,6 +173,7 @@ def test_frozen_inputs(op: Op, device: str) -> None:
             torch.testing.assert_close(value, same, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.few(3)
 @pytest.mark.triton
 @every_op_not_interpreted
 def test_without_a_graph(op: Op, device: str) -> None:
@@ -181,6 +197,7 @@ def test_frozen_weight_computes_no_gradient(device: str) -> None:
     assert layer_norm._backward(x, x, weight, stats, False, None, torch.float32)[:2] == (None, None)
 
 
+@pytest.mark.few(4)
 @pytest.mark.triton
 @one_each
 def test_inputs_stay_and_backward_repeats(op: Op, device: str) -> None:
@@ -199,6 +216,7 @@ ONCE = [op for op in ONE_EACH if op not in ROTATIONS]
 once_differentiable = pytest.mark.parametrize("op", ONCE, ids=lambda op: op.id)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("op", ROTATIONS, ids=lambda op: op.id)
 def test_second_derivative_of_a_rotation(op: Op) -> None:
     """Derivatives by inputs and upstream gradients, of both orders, equal those of eager code in float64."""
@@ -216,6 +234,7 @@ def test_second_derivative_of_a_rotation(op: Op) -> None:
         torch.testing.assert_close(ours, exact, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.few(2)
 @once_differentiable
 @pytest.mark.parametrize("linear", [True, False], ids=["constant-upstream", "upstream-of-the-inputs"])
 def test_second_derivative_by_any_input_is_refused(op: Op, linear: bool) -> None:
@@ -245,6 +264,7 @@ def test_second_derivative_by_any_input_is_refused(op: Op, linear: bool) -> None
                 torch.testing.assert_close(ours, again(op.eager, first, by))
 
 
+@pytest.mark.few(3)
 @one_each
 def test_gradients_with_a_graph_may_be_changed_in_place(op: Op) -> None:
     inputs = op.sample(op.shapes[0], torch.float32)
@@ -255,6 +275,7 @@ def test_gradients_with_a_graph_may_be_changed_in_place(op: Op) -> None:
     assert torch.equal(gradients[-1].mul_(2), (4 if gradients[-1] is gradients[0] else 2) * expected[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(0.25)
 @dynamo_warns
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -314,6 +335,7 @@ def test_a_compiled_model_compiles_twice_for_any_length(backend: str, device: st
     assert counter.frame_count <= 2  # one for the first length, one for all others
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("reentrant", [False, True])
 @one_each
 def test_activation_checkpointing(op: Op, reentrant: bool, device: str) -> None:
@@ -325,6 +347,7 @@ def test_activation_checkpointing(op: Op, reentrant: bool, device: str) -> None:
         assert torch.equal(x.grad, same)
 
 
+@pytest.mark.few(2)
 @every_op
 def test_autocast_changes_nothing(op: Op, device: str) -> None:
     inputs = op.sample(op.shapes[0], torch.float32, device)
@@ -335,6 +358,7 @@ def test_autocast_changes_nothing(op: Op, device: str) -> None:
         assert torch.equal(value, same)
 
 
+@pytest.mark.few(4, "cpu-rms_norm-residual")
 @pytest.mark.triton
 @every_op_not_interpreted
 def test_no_rows(op: Op, device: str) -> None:
@@ -349,6 +373,7 @@ def test_no_rows(op: Op, device: str) -> None:
 _NUMBERS = torch.tensor([nan, inf, -inf, 0.0, -1.0, 1.0, 2.0, -2.0, 2.5, -2.5])
 
 
+@pytest.mark.few(1)
 @pytest.mark.triton
 @pytest.mark.parametrize("upstream", [1.0, inf, nan])
 @pytest.mark.parametrize("limit", [2.0, None])
@@ -372,6 +397,7 @@ def test_numbers_that_are_not_finite_in_a_clamped_unit(limit: float | None, upst
         assert dgate.isnan()[: len(_NUMBERS)].all() and dup.isnan().view(len(_NUMBERS), -1)[0].all()
 
 
+@pytest.mark.few(2)
 @pytest.mark.triton
 @pytest.mark.parametrize("upstream", [1.0, inf, nan])
 def test_numbers_that_are_not_finite_in_a_squared_relu(upstream: float, device: str) -> None:
@@ -440,6 +466,7 @@ def test_long(shape: tuple[int, int]) -> None:
 # Compared with the modules of transformers.
 
 
+@pytest.mark.few(3)
 @pytest.mark.triton
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(
@@ -507,6 +534,7 @@ def test_mlp_of_transformers(name: str, ours: Any, activation: str) -> None:
 # Corner cases of single operations.
 
 
+@pytest.mark.few(4)
 @pytest.mark.triton
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("columns", [3, 16, 33, 64])
@@ -533,6 +561,7 @@ def test_cross_entropy_in_place(device: str) -> None:
         torch.autograd.grad(loss, x)
 
 
+@pytest.mark.few(2)
 @pytest.mark.triton
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_cross_entropy_of_nothing(reduction: Any, device: str) -> None:
@@ -642,6 +671,7 @@ BAD_INPUT: list[tuple[str, type[Exception], str, Callable[[], object]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.few(30)
 @pytest.mark.parametrize(("kind", "match", "call"), [row[1:] for row in BAD_INPUT], ids=[row[0] for row in BAD_INPUT])
 def test_bad_input(kind: type[Exception], match: str, call: Callable[[], object]) -> None:
     with pytest.raises(kind, match=match):

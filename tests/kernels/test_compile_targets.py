@@ -79,6 +79,7 @@ def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
+@pytest.mark.few(1, "sm_90")
 @compiles
 @pytest.mark.parametrize("target", [*QUICK, "sm_90"])
 def test_the_largest_variant_of_each_kernel(target: str, cold: None) -> None:
@@ -129,12 +130,14 @@ assert all(fused != apart for fused, apart in zip(now, compiled(), strict=True))
 """
 
 
+@pytest.mark.slow
 @compiles
 def test_multiplications_and_additions_are_fused_whatever_the_default(cold: None, fresh_process: Any) -> None:
     """The code is the same with Triton's default of 3.9 and with that of 3.10, and another without fusion."""
     fresh_process.run(FUSION)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("target", "used", "problem"),
     [

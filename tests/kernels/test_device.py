@@ -77,6 +77,7 @@ assert log == [f"{other} waits for current", f"enter {other}", f"leave {other}",
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "count"), [("xpu", "max_compute_units"), ("npu", "vector_core_num")])
 def test_another_accelerator_is_asked_by_its_own_module(name: str, count: str, fresh_process: Any) -> None:
     """Streams, the current device, properties and captures come from a fake `torch.xpu` or `torch.npu`."""
@@ -128,6 +129,7 @@ GPUS = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", GPUS)
 def test_what_needs_hopper_is_off_elsewhere(name: str, gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fused epilogue, its wide tiles and Hopper's constants: each architecture has its table by its name."""

@@ -40,6 +40,7 @@ def by_autograd(loss: LigerFusedLinearDistillationBase, z: Tensor, t: Tensor) ->
 # HARD_CASES 15: the ends of beta, disjoint distributions, a student that equals its teacher
 
 
+@pytest.mark.few(2)
 @pytest.mark.sampled(interpreted=True)
 @pytest.mark.triton
 @pytest.mark.parametrize(
@@ -67,6 +68,7 @@ def test_kernels_match_autograd(loss, cols, device):
         assert error <= max(2 * naive_error, 2**-23)
 
 
+@pytest.mark.few(3)
 @pytest.mark.triton
 @pytest.mark.parametrize("offset", [1e4, -1e4])
 @by_loss
@@ -81,6 +83,7 @@ def test_offset_logits(loss, offset, device):
     assert torch.allclose(shifted_gradient, gradient, rtol=1e-5, atol=1e-9)
 
 
+@pytest.mark.few(4)
 @pytest.mark.triton
 @by_loss
 def test_student_equal_to_teacher(loss, device):
@@ -90,6 +93,7 @@ def test_student_equal_to_teacher(loss, device):
     assert float(gradient.abs().max()) <= 2**-22  # the probabilities sum to 1 up to rounding
 
 
+@pytest.mark.few(4)
 @pytest.mark.triton
 @pytest.mark.parametrize("gap", [200.0, 1e4, 1e30])
 @by_loss
@@ -105,6 +109,7 @@ def test_disjoint_student_and_teacher(loss, gap, device):
     assert torch.allclose(gradient.double(), exact_gradient, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.few(3)
 @pytest.mark.triton
 @pytest.mark.parametrize("loss", [LOSSES[name] for name in LOSSES if name not in ("kl", "kl-reverse")], ids=repr)
 def test_excluded_columns(loss, device):
@@ -144,6 +149,7 @@ MIXTURES = {
 }
 
 
+@pytest.mark.few(4, "cpu-independent-kl-skew-reverse-bfloat16-1.0")
 @pytest.mark.sampled(interpreted=True)
 @pytest.mark.triton
 @pytest.mark.parametrize(("dtype", "temperature"), [("bfloat16", 1.0), ("bfloat16", 0.6), ("float16", 3.0)])
@@ -163,6 +169,7 @@ def test_mixtures_of_16_bit_logits(rows, loss, dtype, temperature, device):
     assert torch.allclose(gradient.double(), exact_gradient / temperature, rtol=2**-7, atol=bound)
 
 
+@pytest.mark.few(3)
 @pytest.mark.sampled(interpreted=True)
 @pytest.mark.triton
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -176,6 +183,7 @@ def test_nan_makes_the_divergence_of_its_row_nan(loss, dtype, device):
         assert not gradient[1].isnan().any()
 
 
+@pytest.mark.few(1)
 @pytest.mark.triton
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_jsd_of_equal_rows_is_zero(dtype, device):
@@ -184,6 +192,7 @@ def test_jsd_of_equal_rows_is_zero(dtype, device):
     assert value.tolist() == [0.0, 0.0] and not gradient.any()
 
 
+@pytest.mark.few(2)
 @pytest.mark.triton
 @pytest.mark.parametrize("beta", [1e-6, 1e-3, 1 - 1e-3, 1 - 1e-6])
 def test_jsd_near_its_ends_keeps_its_precision(beta, device):
@@ -197,6 +206,7 @@ def test_jsd_near_its_ends_keeps_its_precision(beta, device):
         assert relative_error(near[name], exact[name]) < 1e-5, name
 
 
+@pytest.mark.few(3)
 @pytest.mark.sampled(interpreted=True)
 @pytest.mark.triton
 @pytest.mark.parametrize("temperature", [1.0, 0.3])

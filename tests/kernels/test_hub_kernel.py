@@ -69,6 +69,7 @@ sys.modules["kernels"].get_kernel = get_kernel
 """
 
 
+@pytest.mark.slow
 def test_two_copies_in_one_process(tmp_path, fresh_process):
     variants = script().write(tmp_path)
     assert [variant.name for variant in variants] == ["torch-cuda", "torch-rocm", "torch-xpu", "torch-cpu"]
@@ -77,6 +78,7 @@ def test_two_copies_in_one_process(tmp_path, fresh_process):
     assert len(losses) == 2 and len(set(losses)) == 1
 
 
+@pytest.mark.slow
 def test_the_card_runs(tmp_path, fresh_process):
     """Its blocks, as pasted, on the PyTorch code of a machine without GPU."""
     *_, variant = script().write(tmp_path)
@@ -85,6 +87,7 @@ def test_the_card_runs(tmp_path, fresh_process):
     fresh_process.run("\n".join([GET_KERNEL, *blocks, "assert weight.grad.abs().sum() > 0"]), str(variant))
 
 
+@pytest.mark.slow
 def test_what_is_in_it(tmp_path):
     (variant, *_) = script().write(tmp_path)
     texts = {path.relative_to(variant): path.read_text() for path in variant.rglob("*.py")}

@@ -18,6 +18,7 @@ def logits_memory(x: Tensor, n_cols: int, dtype: torch.dtype) -> Tensor:
     return x.new_zeros(x.shape[0], -(-n_cols // 8) * 8, dtype=dtype)
 
 
+@pytest.mark.few(5)
 @pytest.mark.triton
 @pytest.mark.parametrize("with_bias", [False, True], ids=["no-bias", "bias"])
 @pytest.mark.parametrize(

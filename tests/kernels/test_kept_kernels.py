@@ -62,6 +62,7 @@ def exact(x: Tensor, weight: Tensor, bias: Tensor | None, ids: list[list[int]], 
     }
 
 
+@pytest.mark.few(3)
 @pytest.mark.triton
 @pytest.mark.parametrize("by_token", [False, True], ids=["", "temperatures"])
 @pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
@@ -140,6 +141,7 @@ def test_a_token_that_does_not_count_has_no_gradient(device: str) -> None:
     assert dz[:2].all() and not dz[2:].any()
 
 
+@pytest.mark.few(2)
 @pytest.mark.triton
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_an_ignored_token_is_not_read(dtype: torch.dtype, device: str) -> None:
@@ -166,6 +168,7 @@ def test_an_ignored_token_is_not_read(dtype: torch.dtype, device: str) -> None:
     assert torch.equal(found, expected) and torch.equal(dw, expected_dw)
 
 
+@pytest.mark.few(2)
 @pytest.mark.triton
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_tiles_of_logits(dtype: torch.dtype, device: str) -> None:
@@ -213,6 +216,7 @@ def test_without_entries(device: str) -> None:
     assert z.numel() == 0 and (dx == 0).all() and (dw == 0).all()
 
 
+@pytest.mark.few(2)
 @pytest.mark.triton
 @pytest.mark.parametrize("n", [128, 129, 700])
 def test_an_id_that_many_tokens_keep(n: int, device: str) -> None:

@@ -101,6 +101,7 @@ def of_rows(
     return [finish(partial, target, logits.shape[1], outputs), at_once[1]]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("options", TRANSFORMS.values(), ids=TRANSFORMS)
 @pytest.mark.parametrize(("rows", "cols"), SHAPES)
 def test_statistics(rows, cols, options, device, path):
@@ -159,6 +160,7 @@ def upstream_of(names: tuple[str, ...], rows: int, device: str) -> dict[str, Ten
     return {name: (torch.arange(rows, device=device) - 1.0) * (i + 0.5) + 0.25 * i for i, name in enumerate(names)}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("names", [("logps",), DIFFERENTIABLE], ids=len)
 def test_a_scaled_gradient_of_logps(names, device, path):
     """The factor that the exact logit of the target gives a gradient."""
@@ -177,6 +179,7 @@ def test_a_scaled_gradient_of_logps(names, device, path):
     assert not torch.equal(gradient(upstream["logps"], None), expected)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("options", TRANSFORMS.values(), ids=TRANSFORMS)
 @pytest.mark.parametrize(("rows", "cols"), SHAPES)
 def test_gradient(rows, cols, options, device, path):
@@ -186,6 +189,7 @@ def test_gradient(rows, cols, options, device, path):
     torch.testing.assert_close(ours.double(), exact_gradient(logits, target, options, upstream), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_gradient_of_one_statistic(name, device, path):
     logits, target = sample(3, 129, device=device)
@@ -195,6 +199,7 @@ def test_gradient_of_one_statistic(name, device, path):
     torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("vocab", [slice(0, 60), slice(60, 61), slice(61, 200)], ids=str)
 def test_gradient_of_a_slice_of_the_vocabulary(vocab, device, path):
     logits, target = sample(3, 200, device=device)
@@ -205,6 +210,7 @@ def test_gradient_of_a_slice_of_the_vocabulary(vocab, device, path):
     torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_half_precision_is_rounded_once(dtype, device, path):
     logits, target = sample(3, 1000, device=device)
@@ -220,6 +226,7 @@ def test_half_precision_is_rounded_once(dtype, device, path):
     torch.testing.assert_close(ours.double(), exact, rtol=rtol, atol=torch.finfo(dtype).tiny)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "class_weight"])
 @settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
@@ -248,6 +255,7 @@ def test_slices_merge_at_any_cut_in_any_order(weighted, device, data):
     assert_stats_close(stats, formulas(logits, target, options, class_weight))
 
 
+@pytest.mark.few(3, "cpu-3-last")
 @pytest.mark.sampled(interpreted=True)
 @pytest.mark.parametrize(
     "dead",
@@ -295,6 +303,7 @@ def test_both_models_have_a_slice_of_minus_infinity(kind, device):
         torch.testing.assert_close(merged.divergence, whole.divergence, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("offset", [1e4, -1e4, 1e-4], ids=str)
 def test_large_logits_do_not_cancel(offset, device, path):
     logits, target = sample(3, 1000, device=device)
@@ -308,6 +317,7 @@ def test_large_logits_do_not_cancel(offset, device, path):
     torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("rise", [20.0, 31.0, 200.0], ids=str)  # within REACH of the first block's maximum, and beyond
 @pytest.mark.parametrize("start", ["low", "minus-infinity"])
 def test_a_row_that_rises_after_its_first_block(start, rise, device, path):
@@ -360,6 +370,7 @@ def test_rows_of_a_wider_buffer(device, path):
     assert torch.equal(wide[:, 129:], before[:, 129:])
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("scalar", [1.0, -3.0, 0.0])
 @pytest.mark.parametrize("n_tensors", [0, 1, 2, 4, 6])
 def test_scale(n_tensors, scalar, device):
@@ -390,6 +401,7 @@ def surveyed_target(shape: tuple[int, int], ignore_index: int, device: str) -> t
     return target
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0), (1, 1), (3, 129), (2, 4097), (1, 9000)], ids=str)
 @pytest.mark.parametrize("ignore_index", [-100, 7], ids=str)
 def test_survey(shape, ignore_index, device):
@@ -407,6 +419,7 @@ def test_survey(shape, ignore_index, device):
         assert torch.equal(high.amax(1), counted.amax(1))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("shape", [(2, 0), (1, 1), (3, 129), (300, 3), (2, 4097), (1, 9000)], ids=str)
 @pytest.mark.parametrize("ignore_index", [-100, 7], ids=str)
 def test_find_tokens(shape, ignore_index, device):
@@ -424,6 +437,7 @@ def test_find_tokens(shape, ignore_index, device):
         assert torch.equal(found.token_at, places)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("to", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("n_cols", [1, 24, 2100])
 @pytest.mark.parametrize("known", [True, False])
@@ -439,6 +453,7 @@ def test_place_rows(to, n_cols, known, device):
     assert torch.equal(out, expected)
 
 
+@pytest.mark.few(4)
 @pytest.mark.sampled(interpreted=True)
 @pytest.mark.parametrize("k", [1, 3, 64, 150])
 @pytest.mark.parametrize(

@@ -232,6 +232,7 @@ def test_settings_of_float32_are_the_users() -> None:
     torch.set_float32_matmul_precision(before)
 
 
+@pytest.mark.few(1)
 def test_steps_on_many_threads(permission: str) -> None:
     dtype, seen = PERMISSIONS[permission], []
 
@@ -298,6 +299,7 @@ WIDE = torch.zeros(4, 8, 2)
 TURNED = X.view(2, 2, 8).transpose(0, 1)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("first", [None, (X, Y)], ids=["first", "remembered"])
 @pytest.mark.parametrize(
     ("x", "y", "wrong"),
@@ -469,6 +471,7 @@ def test_the_installed_triton_launches_as_expected(device: str) -> None:
     torch.testing.assert_close(y, torch.nn.functional.rms_norm(x, (96,), weight, 1e-6))
 
 
+@pytest.mark.few(3)
 @pytest.mark.triton
 @pytest.mark.parametrize("n_partials", [0, 1, 255, 300])
 def test_partial_sums(n_partials: int, device: str) -> None:

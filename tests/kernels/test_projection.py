@@ -23,6 +23,7 @@ def project(x: Tensor, weight: Tensor, target: Tensor, scale: float, **kwargs):
     return project_exp(x, weight, target, weight_sum, out, scale, OUTPUTS, **kwargs)
 
 
+@pytest.mark.few(2)
 @pytest.mark.triton
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan], ids=str)
 def test_weights_that_are_not_finite(value, device, by_epilogue):

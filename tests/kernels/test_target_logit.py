@@ -55,6 +55,7 @@ def rounded(x: Tensor, head: LossHead, target: Tensor, options: LogitOptions):
     return z, stats, (stats.target_logit - stats.max) - stats.sum_exp.log()
 
 
+@pytest.mark.few(3)
 @pytest.mark.sampled(interpreted=True)
 @pytest.mark.triton
 @HALVES
@@ -73,6 +74,7 @@ def test_error(hidden, options, bias, dtype, device):
     assert (logps - exact).norm() < 0.3 * before, f"{(logps - exact).norm():.2e}, rounded {before:.2e}"
 
 
+@pytest.mark.few(4)
 @pytest.mark.sampled(interpreted=True)
 @pytest.mark.triton
 @HALVES
@@ -97,6 +99,7 @@ def test_at_once_with_the_statistics(options, bias, dtype, device):
         assert torch.equal(getattr(stats, name), getattr(expected, name)), name
 
 
+@pytest.mark.few(1)
 @pytest.mark.triton
 @HALVES
 def test_certain_targets(dtype, device):
@@ -121,6 +124,7 @@ def test_certain_targets(dtype, device):
     torch.testing.assert_close(others[known].double(), (-torch.expm1(expected) / left)[known], rtol=3e-4, atol=0)
 
 
+@pytest.mark.few(4)
 @pytest.mark.triton
 @pytest.mark.parametrize("logp", [-30.0, -1.0, -0.0301, -0.0299, -1e-3, -1e-6])
 def test_left_to_others(logp, device):
@@ -140,6 +144,7 @@ def test_left_to_others(logp, device):
     torch.testing.assert_close(others.double(), torch.expm1(exact) / torch.expm1(p), rtol=4e-6, atol=0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.triton
 @HALVES
 def test_coarse_logits_stay(dtype, device):
@@ -193,6 +198,7 @@ def test_layouts(device):
     assert moved(x, head, slice(0, 0)).shape == (0,)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("tiles", [None, 2 * 200 * 500], ids=["rows", "slices"])
 @pytest.mark.parametrize("confidence", [0.5, 0.99, 0.999, 1 - 1e-5])
 @pytest.mark.parametrize("loss", ["cross entropy", "odds"])

@@ -91,6 +91,7 @@ def sample(case: tuple[int, int, int, int], dtype: torch.dtype, device: str, abs
     return tensors[:3], chosen(n, top_k, n_experts, device, absent), tensors[3]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("absent", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_float64(case: tuple[int, int, int, int], absent: bool) -> None:
@@ -100,6 +101,7 @@ def test_float64(case: tuple[int, int, int, int], absent: bool) -> None:
         torch.testing.assert_close(value, truth, rtol=1e-12, atol=1e-12)  # float64 sums in another order
 
 
+@pytest.mark.few(2)
 @pytest.mark.sampled(interpreted=True)
 @pytest.mark.triton
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
@@ -198,6 +200,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
+@pytest.mark.few(1)
 @slow_interpreted
 @pytest.mark.triton
 @pytest.mark.parametrize("name", MODELS)
@@ -217,6 +220,7 @@ def test_models(name: str, served: list[str], device: str) -> None:
     assert not served
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["eager", "batched_mm"])
 def test_other_implementations_stay(way: str, served: list[str]) -> None:
     model = MODELS["mixtral"]()
@@ -261,6 +265,7 @@ def test_experts_of_an_unknown_version(served: list[str], monkeypatch: pytest.Mo
         torch.testing.assert_close(loss, step(plain)["loss"], rtol=1e-5, atol=0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_the_first_step_may_be_checkpointed(served: list[str], reentrant: bool) -> None:
     model = MODELS["mixtral"]()
@@ -271,6 +276,7 @@ def test_the_first_step_may_be_checkpointed(served: list[str], reentrant: bool) 
     assert len(served) == 4
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("where", [torch.inference_mode, lambda: torch.device("meta"), torch.no_grad])
 def test_the_first_call_may_be_anywhere(served: list[str], where: Any) -> None:
     model = MODELS["mixtral"]()
@@ -370,6 +376,7 @@ def test_memory_without_a_gradient_of_the_weights() -> None:
     assert saved == [weight.shape]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("needs", list(itertools.product((False, True), repeat=3)), ids=str)
 def test_frozen_inputs(needs: tuple[bool, ...]) -> None:
     leaves, index, upstream = sample(CASES[2], torch.float32, "cpu")
@@ -382,6 +389,7 @@ def test_frozen_inputs(needs: tuple[bool, ...]) -> None:
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("flags", list(itertools.product((False, True), repeat=5)), ids=str)
 def test_every_layout_of_transformers(flags: tuple[bool, ...]) -> None:
     """Gate, bias, transposed weights, norm, expert parallelism. Not the last two at once; old versions know no norm."""
@@ -392,6 +400,7 @@ def test_every_layout_of_transformers(flags: tuple[bool, ...]) -> None:
     assert experts._is_known(*flags) == (not has_norm or (has_norms and not is_parallel))
 
 
+@pytest.mark.few(1)
 @slow_interpreted
 @pytest.mark.triton
 @pytest.mark.parametrize("name", MODELS)

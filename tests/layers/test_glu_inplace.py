@@ -41,6 +41,7 @@ class Projections:
         return torch.autograd.grad(loss, [self.x, *self.weights], **kwargs)
 
 
+@pytest.mark.few(1)
 @pytest.mark.triton
 @by_kind
 @pytest.mark.parametrize("packed", [False, True], ids=["two", "packed"])
@@ -92,6 +93,7 @@ def test_an_upstream_gradient_that_lies_there(device):
     assert all(map(torch.equal, ours, expected))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", ["leaf", "expanded", "one-tensor", "one-memory", "overlapping", "frozen-up"])
 def test_places_that_are_not_free(kind, device):
     h = Projections(device)
@@ -133,6 +135,7 @@ def test_checkpointing(reentrant, device):
     assert all(map(torch.equal, *results))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("hooked", ["projection", "inside", "everywhere"])
 @pytest.mark.parametrize("name", ["LigerSwiGLUMLP", "LigerGEGLUMLP"])
 def test_a_hook_that_keeps_a_projection(name, hooked, device):

@@ -42,6 +42,7 @@ def test_rope_of_few_columns_of_a_wide_head(device: str) -> None:
     torch.testing.assert_close(ours, eager)
 
 
+@pytest.mark.few(3)
 @pytest.mark.triton
 @pytest.mark.parametrize(("model", "share"), [("llama", 1.0), ("phi3", 0.75), ("glm4", 0.5), ("olmo2", 1.0)])
 def test_rotary_embedding_of_transformers(model: str, share: float, device: str) -> None:
@@ -86,6 +87,7 @@ def projections(x: Tensor, weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     return (q.clone(), k.clone()) if kind == "no view" else (q, k)
 
 
+@pytest.mark.few(3)
 @pytest.mark.triton
 @pytest.mark.parametrize(("share", "interleaved"), [(1.0, False), (0.5, False), (0.5, True)])
 @pytest.mark.parametrize("kind", ["no view", "of one each", "packed"])
@@ -136,6 +138,7 @@ def test_rotary_embedding_in_place_refuses_before_it_writes() -> None:
         assert all(torch.equal(x, copy) for x, copy in zip(given, copies, strict=True))
 
 
+@pytest.mark.few(1)
 @dynamo_warns
 @pytest.mark.parametrize("with_gradient", [True, False])
 @pytest.mark.parametrize("kind", ["no view", "of one each", "packed"])

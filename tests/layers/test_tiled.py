@@ -111,6 +111,7 @@ def test_computed_weights_under_autocast():
     assert_same(found, expected, tolerance=0.02)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("shape", [(48, H), (3, 17, H), (2, 2, 9, H)], ids=str)
 @pytest.mark.parametrize("tokens", [1, 7, 16, 48, 1000])
 def test_equals_the_formula(shape, tokens):
@@ -154,6 +155,7 @@ class Residual(nn.Module):
 
 
 # Products of tokens x H x I, of 9 for forward and backward.
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("reentrant", "after", "whole", "in_tiles"),
     [
@@ -252,6 +254,7 @@ def test_statistics_in_tiles_project_once_in_a_pass():
     assert counter.get_total_flops() == 4 * 2 * 64 * H * I  # forward, recomputation, dX and dW
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_memory_is_that_of_one_tile(checkpointed):
     n, tokens, peaks = 4096, 64, []
@@ -314,6 +317,7 @@ def test_inputs_without_gradient():
     assert_tiles_are_same(module, rows(40, H))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("change", [lambda y, s: y.mul_(s), lambda y, s: y * s, lambda y, s: y.tanh_()])
 def test_an_output_that_is_changed_is_recomputed(change):
     """Only a product that returns the output itself is left out."""

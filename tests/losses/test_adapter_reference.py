@@ -120,6 +120,7 @@ def fused(head: Any, input: Any, ref_logps: Tensor) -> Tensor:
     return LigerFusedLinearDPOLoss(beta=BETA)(*arguments, bias=head.bias, ref_logps=ref_logps)[0]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", CASES)
 def test_the_reference_is_the_model_before_peft(name):
     case, batch = CASES[name], labelled()
@@ -162,6 +163,7 @@ def test_another_adapter_as_reference():
     assert relative_error(model(**batch, head_fn=logps_of).detach(), policy) < 1e-9
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("tied", "tokens"), [(True, [3, 5]), (False, {"lm_head": [3, 5]})], ids=["tied", "of the head"]
 )

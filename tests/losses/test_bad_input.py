@@ -117,6 +117,7 @@ EVERYWHERE = {
 }  # fmt: skip
 
 
+@pytest.mark.few(9, "hidden-size-dpo", "target-one-too-high-dpo", "target-padding-kto", "target-shape-stats")
 @pytest.mark.parametrize("call", [cross_entropy, dpo, grpo, kto, stats], ids=lambda call: call.__name__)
 @pytest.mark.parametrize("case", EVERYWHERE)
 def test_tensors(call, case):
@@ -145,6 +146,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("build", [LogitOptions, DPO, stats], ids=lambda build: build.__name__)
 @pytest.mark.parametrize("case", OPTIONS)
 def test_options(build, case):
@@ -279,6 +281,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.few(31, "tau-of-several", "weighting-of-a-sort")
 @pytest.mark.parametrize("case", CASES)
 def test_losses(case):
     call, changes, message = CASES[case]
@@ -382,6 +385,7 @@ UNPAIRED = {
 }  # fmt: skip
 
 
+@pytest.mark.few(13, "labels-signed")
 @pytest.mark.parametrize("case", UNPAIRED)
 def test_unpaired(case):
     refuses(*UNPAIRED[case])
@@ -475,6 +479,7 @@ POLICY = {
 }  # fmt: skip
 
 
+@pytest.mark.few(23, "advantages-shape", "entropy-coef-bounds", "importance_weights-shape", "length-0")
 @pytest.mark.parametrize("case", POLICY)
 def test_policy(case):
     call, changes, message = POLICY[case]

@@ -114,6 +114,7 @@ def assert_same(ours: Any, expected: Any, weight: Tensor) -> None:
 # A class called with tensors
 
 
+@pytest.mark.few(1)
 @CASES
 def test_a_class_called_with_tensors_evaluates_the_loss(case):
     cls, sample, settings = LOSSES[case]
@@ -164,6 +165,7 @@ class Weighted(lc.LigerFusedLinearCrossEntropyLoss):
         super().__init__(ce_weight=class_weights, **kwargs)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("cls", [Margin, Shifted, Three], ids=lambda cls: cls.__name__)
 def test_a_users_class_called_with_tensors(cls):
     batch = pairs(SMALL, seed=0, ref=None)
@@ -251,6 +253,7 @@ NAMES = [
 ]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("loss", "place", "name", "answer"), NAMES, ids=lambda x: x if str(x).isidentifier() else "")
 def test_names(loss, place, name, answer):
     cls = of_class(loss)
@@ -265,6 +268,7 @@ def test_names(loss, place, name, answer):
         cls(torch.ones(V, H), torch.ones(B, T, H), **{name: 1})
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -336,12 +340,14 @@ PORTED = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("case", PORTED)
 def test_a_port_that_keeps_the_signatures_hears_of_compat(case):
     with pytest.raises((TypeError, ValueError), match=COMPAT):
         PORTED[case]()
 
 
+@pytest.mark.few(10, "dtypes-linear_token_stats", "swapped-call0")
 @pytest.mark.parametrize("call", [CROSS_ENTROPY, lc.LigerFusedLinearCrossEntropyLoss, lc.linear_token_stats])
 @pytest.mark.parametrize("case", PASSED)
 def test_what_to_pass(case, call):
@@ -353,6 +359,7 @@ def test_what_to_pass(case, call):
 # A loss without its reference
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("cls", "sample"),
     [
@@ -422,6 +429,7 @@ DECLARED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("where", ["class", "constructor"])
 @pytest.mark.parametrize("case", DECLARED)
 def test_a_wrong_declaration_is_reported_where_it_is_made(case, where):

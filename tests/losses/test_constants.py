@@ -41,6 +41,7 @@ def refusal(owner: str, name: str) -> str:
     )
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("cls", "name"), CASES, ids=lambda x: x if isinstance(x, str) else x.__name__[16:])
 def test_a_constant_with_a_gradient_is_refused_by_name(cls, name):
     """The value is of no shape that the loss takes: it is refused before it is read. Heads are computed ones."""
@@ -55,6 +56,7 @@ def with_gradient(x: Any) -> Any:
     return x.clone().requires_grad_() * 1.0 if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("cls", LOSSES, ids=lambda cls: cls.__name__[16:])
 def test_a_loss_without_gradients_takes_them(cls):
     """An evaluation of live tensors under `torch.no_grad()` has the same value."""
@@ -66,6 +68,7 @@ def test_a_loss_without_gradients_takes_them(cls):
     assert torch.equal(ours, same)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("cls", "name"), [case for case in CASES if case[1] in OTHER_HEADS and case[1] in LOSSES[case[0]]()]
 )
@@ -144,7 +147,7 @@ def test_a_skew_that_is_trained():
 
 
 def test_the_scale_of_a_student_has_a_gradient():
-    batch = LOSSES[losses.LigerFusedLinearULDLoss][1]()
+    batch = LOSSES[losses.LigerFusedLinearULDLoss]()
     shape = batch["input"].shape[:-1]
     scale = torch.ones(shape, dtype=torch.float64, requires_grad=True)
     losses.LigerFusedLinearULDLoss()(**batch, scale=scale)[0].backward()

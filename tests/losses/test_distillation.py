@@ -39,6 +39,7 @@ by_loss = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 # HARD_CASES 10: another hidden size, a padded vocabulary
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("padding", [0, 1, 128])
 @by_loss
 def test_padding_of_the_teacher_vocabulary_is_left_out(loss, padding):
@@ -103,6 +104,7 @@ def test_flat_tokens_and_a_teacher_of_another_dtype():
     assert loss(**mixed)[0] == pytest.approx(eager.distillation(**exact)[0].item(), rel=1e-2)
 
 
+@pytest.mark.few(3)
 @by_loss
 def test_closed_form_is_the_divergence(loss):
     """The formula used for a top-k agrees with the kernel used for hidden states."""
@@ -118,6 +120,7 @@ def test_closed_form_is_the_divergence(loss):
 # A teacher's top-k
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", ["kl", "kl-reverse", "jsd", "tvd"])
 def test_top_k_of_the_whole_vocabulary_is_the_divergence(name):
     batch = students(SMALL, seed=0)
@@ -130,6 +133,7 @@ def test_top_k_of_the_whole_vocabulary_is_the_divergence(name):
         assert relative_error(top[key], full[key]) < 1e-9, key
 
 
+@pytest.mark.few(2)
 @pytest.mark.sampled(interpreted=True)
 @pytest.mark.triton
 @pytest.mark.parametrize("target", [True, False])
@@ -168,6 +172,7 @@ class SymmetricKL(LigerFusedLinearDistillationBase):
         return ((log_p.exp() - log_q.exp()) * (log_p - log_q)).sum(-1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("budget", [None, 1, 8 * 9 * SMALL.vocab])
 def test_divergence_of_ones_own(budget):
     batch = students(SMALL, seed=0)
@@ -286,6 +291,7 @@ class _WithScope(LigerFusedLinearTVDLoss):
         self.scope = "batch"
 
 
+@pytest.mark.few(19)
 @pytest.mark.parametrize("case", BAD_INPUT)
 def test_bad_input(case):
     call, error, message = BAD_INPUT[case]
@@ -293,6 +299,7 @@ def test_bad_input(case):
         call()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @by_loss
 def test_top_k_of_a_certain_teacher(loss, dtype, device):

@@ -41,6 +41,7 @@ def test_blocks_of_a_chunk(monkeypatch, cut_with):
             assert relative_error(value[key], expected) < 1e-12, f"{name}: {key}"
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("vocab", [1024, 151936])
 @pytest.mark.parametrize("budget", [1, 10**8, 10**9, 5 * 10**9, None])
 @pytest.mark.parametrize("beside", [0, 2, 34])  # nothing, a teacher's logits, a user-defined divergence

@@ -63,6 +63,7 @@ def upstream(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
 
 
+@pytest.mark.few(3, "cosine-tiles")
 @pytest.mark.parametrize("budget", [None, 8 * V * 3], ids=["", "tiles"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_oracle(name: str, budget: int | None) -> None:
@@ -113,6 +114,7 @@ def test_top_k_and_mask() -> None:
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.few(1)
 @pytest.mark.triton
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_equal_gradients_are_those_of_the_mean(dtype: torch.dtype, device: str) -> None:

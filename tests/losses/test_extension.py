@@ -77,6 +77,7 @@ def eager_ranked(batch: Batch) -> Tensor:
     return F.softplus(0.1 * (margin.max() - margin)).mean()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("budget", [None, 8 * 9 * SMALL.vocab, 8 * 3 * SMALL.vocab], ids=["auto", "packs", "slices"])
 @pytest.mark.parametrize(
     ("loss", "oracle"),
@@ -106,6 +107,7 @@ def hinge(pairs: Pairs, beta: float = 0.1) -> Tensor:
     return torch.relu(1 - beta * (chosen - rejected))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("loss_type", [hinge, partial(hinge, beta=0.1)], ids=["function", "partial"])
 def test_callable_loss_type(loss_type):
     batch = pairs(SMALL, seed=0)
@@ -133,6 +135,7 @@ def test_a_parameter_of_a_divergence_is_refused():
     loss(**batch)[0].backward()
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning")  # by Dynamo
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_loss_may_own_the_head_it_is_given(compiled):
@@ -165,6 +168,7 @@ class Detached(LigerFusedLinearPreferenceBase):
         return (pairs.logps[:, 1] - pairs.logps[:, 0]).detach()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("budget", [None, 2 * 8 * SMALL.vocab], ids=["one pack", "several"])
 def test_a_loss_without_gradient_is_refused(budget):
     batch = pairs(SMALL, seed=0, ref=None)

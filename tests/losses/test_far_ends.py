@@ -133,6 +133,7 @@ def assert_finite_and_same(ours: dict[str, Tensor], exact: dict[str, Tensor]) ->
 # Every loss: finite, and as in eager code
 
 
+@pytest.mark.few(2, "89-dppo_kl")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("row", [*POLICY, *ON_POLICY], ids=repr)
 @by_distance
@@ -147,6 +148,7 @@ def test_stale_tokens_of_policy_losses(row, far):
             assert not in_float32[parameter].isnan().any(), (name, parameter)
 
 
+@pytest.mark.few(2)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("row", [*DPO, *DPO_VARIANTS, *REFERENCE_FREE, *UNPAIRED], ids=repr)
 @by_distance
@@ -197,6 +199,7 @@ IGNORED = [
 ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.sampled(4)  # of 10 distances and dtypes
 @by_dtype
 @by_distance
@@ -248,6 +251,7 @@ def sigmoid(x: mpmath.mpf) -> mpmath.mpf:
     return mpmath.exp(log_sigmoid(x))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("tau", [0.05, 1.0, 3.0])
 @pytest.mark.parametrize("x", [-1e4, -1e3, -89.0, -5.0, 0.0, 5.0, 89.0, 1e4])
 def test_discopop_at_every_tau(tau, x):
@@ -267,6 +271,7 @@ def test_discopop_at_every_tau(tau, x):
         assert found == pytest.approx([float(value), float(slope)], rel=1e-12, abs=1e-16)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("alpha", [0.25, -0.25, 2.0])
 @pytest.mark.parametrize("logp", [-1e4, -400.0, -89.0, -1.0])
 def test_alphapo_has_its_limits(alpha, logp):
@@ -290,6 +295,7 @@ KL_FORMULAS: dict[str, Callable] = {
 }
 
 
+@pytest.mark.few(4)
 @by_dtype
 @pytest.mark.parametrize("name", KL_FORMULAS)
 @pytest.mark.parametrize("d", [-1e4, -89.0, -15.0, -3.0, 0.5, 2.0, 15.0, 89.0, 1e4])
@@ -312,6 +318,7 @@ def test_saturating_exp_has_the_bits_of_exp():
     assert saturating_exp(torch.tensor(math.nan)).isnan()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask", "geometric_mask"])
 def test_importance_weights_of_certain_tokens(mode):
     never, mask = torch.tensor([[-math.inf, -1.0]]), torch.ones(1, 2)

@@ -119,6 +119,7 @@ def leaves_of(batch: Batch, names: tuple[str, ...]) -> Batch:
     return {name: batch[name].clone().requires_grad_() for name in names}
 
 
+@pytest.mark.few(3)
 @by_kind
 @by_budget
 @pytest.mark.parametrize("trainable", [("weight", "input", "bias"), ("input",), ()], ids=["all", "input", "nothing"])
@@ -135,6 +136,7 @@ def test_every_gradient_matches_eager_code(kind, budget, trainable):
         assert relative_error(found[name], g) < 1e-12, name
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("make", "name", "start"),
     [
@@ -164,6 +166,7 @@ def test_a_setting_of_a_built_in_loss_is_trained(make, name, start):
             parameter += 0.25
 
 
+@pytest.mark.few(1)
 @by_budget
 @pytest.mark.parametrize(
     ("make", "oracle", "name"),
@@ -193,6 +196,7 @@ def test_a_setting_that_starts_at_zero_is_trained(make, oracle, name, budget):
     assert relative_error(parameter.grad, (at[0.5] - at[0.0]).detach() / 0.5) < 1e-12
 
 
+@pytest.mark.few(2)
 @by_kind
 def test_in_bfloat16_the_error_is_that_of_eager_code(kind):
     make, oracle, batch = case(kind)
@@ -208,6 +212,7 @@ def test_in_bfloat16_the_error_is_that_of_eager_code(kind):
         assert error <= max(1.1 * errors["eager"][name], 2**-8), (name, errors)
 
 
+@pytest.mark.few(2)
 @by_budget
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_tensor_that_a_function_holds(inside, budget):
@@ -231,6 +236,7 @@ def test_a_tensor_that_a_function_holds(inside, budget):
         assert relative_error(ours, exact) < 1e-12
 
 
+@pytest.mark.few(2)
 @by_kind
 def test_frozen_and_without_gradients(kind):
     make, _, batch = case(kind)
@@ -246,6 +252,7 @@ def test_frozen_and_without_gradients(kind):
     assert make()(**batch)[0].item() == value.item()
 
 
+@pytest.mark.few(2)
 @by_kind
 def test_accumulation_copies_and_repeats(kind):
     make, _, batch = case(kind)
@@ -276,6 +283,7 @@ def test_second_derivatives_are_refused():
         g.backward()
 
 
+@pytest.mark.few(1)
 @by_kind
 def test_check_loss_accepts_a_parameter(kind):
     check_loss(case(kind)[0]())

@@ -74,6 +74,7 @@ def test_every_loss_that_counts_items_is_in_the_table():
     assert {type(loss).__name__ for loss, *_ in LOSSES.values()} == counting
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("zero", NOTHING)
 @pytest.mark.parametrize("case", LOSSES)
 def test_no_items_count_as_one(case, zero):
@@ -92,6 +93,7 @@ def test_no_items_count_as_one(case, zero):
     assert all((x == 0).all() for x in nothing.values())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("items", [0.25, 3, 37])
 @pytest.mark.parametrize("case", LOSSES)
 def test_a_number_and_a_tensor_agree(case, items):
@@ -106,6 +108,7 @@ def test_a_number_and_a_tensor_agree(case, items):
         assert relative_error(ours[name] * items, whole[name]) < 1e-12, name
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("items", [-1, -0.5, math.nan, math.inf])
 @pytest.mark.parametrize("case", LOSSES)
 def test_a_number_that_counts_nothing_is_refused(case, items):

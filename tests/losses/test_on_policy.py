@@ -201,6 +201,7 @@ def over_the_support(
     return torch.stack(losses).mean(), added
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("tail", [True, False], ids=["tail", "without-tail"])
 @pytest.mark.parametrize("whose", ["teacher", "student"])
 @pytest.mark.parametrize("reverse", [True, False], ids=["reverse", "forward"])

@@ -69,6 +69,7 @@ class Spy(LigerFusedLinearPolicyBase):
 # Ratios
 
 
+@pytest.mark.few(2)
 @by_level
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_ratio_is_exactly_1_on_policy(level, dtype, device):
@@ -82,6 +83,7 @@ def test_ratio_is_exactly_1_on_policy(level, dtype, device):
     assert metrics.clip_ratio == 0
 
 
+@pytest.mark.few(3, "ipo")
 @pytest.mark.parametrize("surrogate", [name for name in SURROGATES if name not in ("real", "a2po")])
 def test_on_policy_gradient_is_reinforce(surrogate):
     """At a ratio of 1, every surrogate has the gradient of `-A log pi`, summed with the reduction's weights."""
@@ -98,6 +100,7 @@ def test_on_policy_gradient_is_reinforce(surrogate):
         assert relative_error(ours[name], exact[name]) < EXACT, name
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
@@ -127,6 +130,7 @@ def test_gemms_of_sequences_over_the_budget(settings, expected):
 # Ignored tokens
 
 
+@pytest.mark.few(2, "dapo-num_items-entropy", "vespo")
 @by_row
 def test_empty_completions_count_in_the_batch_and_add_nothing(row):
     """This holds even if they fill a whole chunk."""
@@ -139,6 +143,7 @@ def test_empty_completions_count_in_the_batch_and_add_nothing(row):
         assert (ours["input"][[0, 1, 4]] == 0).all()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float64], ids=str)
 def test_attention_mask_joins_the_target(dtype):
     batch = rollouts(SMALL, seed=9)
@@ -149,6 +154,7 @@ def test_attention_mask_joins_the_target(dtype):
         assert torch.equal(value, expected[name]), name
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("delta", [0.9, 1.05, 1.4])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_delta_on_either_side_of_the_clip(delta, sign):
@@ -194,6 +200,7 @@ def test_accumulation_steps_are_of_a_bonus_with_num_items():
             loss(**batch, accumulation_steps=2, **options)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("quantile", "steps"), [(1.0, 1), (0.35, 3)])
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_loss_types_are_compositions(loss_type, quantile, steps):
@@ -227,6 +234,7 @@ def of_tokens(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
 # Estimates of the KL
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("estimator", KL_ESTIMATORS)
 @pytest.mark.parametrize("corrected", [True, False])
 def test_kl_estimators(estimator, corrected):
@@ -239,6 +247,7 @@ def test_kl_estimators(estimator, corrected):
 # Trust regions
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("surrogate", ["dppo_tv", "dppo_kl", "ipo"])
 def test_a_trust_region_drops_what_overflows(surrogate):
     """A token that the sampler gave no probability has an infinite ratio; where it is dropped, nothing is NaN."""
@@ -255,6 +264,7 @@ def test_a_trust_region_drops_what_overflows(surrogate):
                 assert not found["input"][:, 0].any()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("surrogate", ["dppo_tv", "dppo_kl", "ipo"])
 def test_the_edge_of_a_trust_region_is_inside(surrogate):
     """On policy, no token has moved: none is dropped, even from a region of no width."""
@@ -304,6 +314,7 @@ REFERENCES_AND_METRICS = [
 ]
 
 
+@pytest.mark.few(5, "cpu-sequences-None-cispo-lower-bound")
 @pytest.mark.parametrize(("ref", "settings"), REFERENCES_AND_METRICS)
 @pytest.mark.parametrize("advantages", ["sequences", "tokens"])
 def test_metrics(settings, ref, advantages, device):
@@ -368,6 +379,7 @@ class GeometricMean(LigerFusedLinearPolicyBase):
         return -(log_ratio.sum(-1, keepdim=True) / rollouts.lengths).exp() * rollouts.advantages
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("budget", [None, PACKS, 8 * 3 * SMALL.vocab], ids=["auto", "packs", "slices"])
 def test_subclass_of_sequences(budget):
     batch = rollouts(SMALL, seed=16)
@@ -394,6 +406,7 @@ class Centred(LigerFusedLinearPolicyBase):
         return -rollouts.ratio * (advantages - advantages[rollouts.mask].mean())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("budget", [None, PACKS, 8 * 3 * SMALL.vocab], ids=["auto", "packs", "slices"])
 def test_subclass_of_the_batch(budget):
     batch = rollouts(SMALL, seed=30)
@@ -527,6 +540,7 @@ def test_on_policy_distillation_takes_a_surrogate():
 # What a loss is shown
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("scope", ["token", "sequence"])
 @pytest.mark.parametrize("sides", ["tokens", "sequences"])
 def test_what_a_loss_is_shown(scope, sides):

@@ -59,6 +59,20 @@ def test_hard_case_12_dpo_by_settings():
         assert_same(evaluate(lambda batch, form=form: loss(**batch, **form)[0], batch), exact)
 
 
+@pytest.mark.parametrize("divergence", ["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"])
+def test_hard_case_12_dpo_with_the_policy_as_reference(divergence):
+    """If policy and reference agree, every score is 0. Its derivative by the log-ratio is 1, or 1/2 for JS."""
+    batch = pairs(SMALL, seed=0, ref=None)
+    same = {f"ref_{name}": batch[name] for name in ("weight", "input", "bias")}
+    loss = LigerFusedLinearDPOLoss(f_divergence_type=divergence)
+    value, metrics = loss(**batch, **same)
+    assert float(value) == pytest.approx(math.log(2))
+    assert (metrics.chosen_rewards == 0).all()
+    ours = evaluate(lambda batch: loss(**batch, **same)[0], batch)
+    plain = evaluate(lambda batch: LigerFusedLinearDPOLoss()(**batch, **same)[0], batch)
+    assert relative_error(ours["weight"], (0.5 if divergence == "js_divergence" else 1.0) * plain["weight"]) < 1e-12
+
+
 def test_reference_sums_in_float64_keep_their_digits():
     """Near 40,000 nats, float32 has steps of 0.004."""
     batch = {name: x.float() if x.is_floating_point() else x for name, x in pairs(SMALL, seed=0).items()}
@@ -120,6 +134,7 @@ def test_a_pair_with_tokens_of_the_nll_alone_is_sorted_nowhere(loss_type):
     assert_same(evaluate(lambda batch: loss(**batch, nll_target=nll_target)[0], batch), evaluate(apart, batch))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("certain", ["chosen", "rejected", "both"])
 def test_hard_case_14_orpo_at_certainty(certain):
     """Log-probabilities of exactly 0 have infinite odds, but loss and gradients are finite."""
@@ -145,6 +160,7 @@ def test_log_odds_and_their_gradient_over_all_probabilities(dtype):
     assert complement(torch.zeros(1, dtype=dtype)) > 0
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("loss_type", ["sigmoid", "hinge", "ipo", "simpo"])
 def test_hard_case_14_cpo_sums_and_simpo_averages(loss_type):
     batch = pairs(SMALL, seed=0, ref=None)
@@ -159,6 +175,7 @@ def test_hard_case_14_cpo_sums_and_simpo_averages(loss_type):
 # Variants of the cross entropy
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("gamma", [0.0, 0.3, 1.0, 2.0])
 def test_focal_loss_at_certainty(gamma):
     """A probability of exactly 1 costs nothing, and its gradient is 0, not NaN."""
@@ -237,6 +254,7 @@ EMPTY = {
 }
 
 
+@pytest.mark.few(3, "orpo-all-responses-fp64")
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=["fp64", "fp32", "bf16"])
 @pytest.mark.parametrize("prompts", [False, True], ids=["responses", "nll-of-prompts"])

@@ -45,6 +45,7 @@ def trl(old: Tensor, sampled: Tensor, mask: Tensor, mode: str, low: float | None
     return ratio * ((ratio >= low) & (ratio <= high))
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("mode", [f"{a}_{b}" for a in ("token", "sequence", "geometric") for b in ("truncate", "mask")])
 @pytest.mark.parametrize(("low", "high"), BOUNDS)
 def test_weights(mode, low, high):
@@ -84,6 +85,7 @@ def verl(old: Tensor, sampled: Tensor, mask: Tensor, chain: dict[str, Any]) -> T
     return kept
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("chain", CHAINS, ids=lambda chain: "+".join(chain))
 def test_rejections(chain):
     old, sampled, mask = samples()

@@ -248,6 +248,7 @@ OF_EVERY_KIND: list[tuple[Any, dict[str, Any], Callable[[], list[Batch]]]] = [
 BY_KIND = ["-".join([loss.__name__, *map(str, kind.values())]) for loss, kind, _ in OF_EVERY_KIND]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("loss", "kind", "batches"), OF_EVERY_KIND, ids=BY_KIND)
 def test_beta_that_a_subclass_sets(loss, kind, batches):
     """A user's constructor is still construction: before or after the base's, its own settings are read."""
@@ -257,6 +258,7 @@ def test_beta_that_a_subclass_sets(loss, kind, batches):
     assert_equal(with_attributes(loss, beta=0.7)(**kind, beta=0.1), loss(**kind, beta=0.7), batch)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("alpha", [(1.0, 0.3), (1.0, 0.0), (0.0, 0.3)], ids=str)
 @pytest.mark.parametrize(
     ("make", "name"),
@@ -378,6 +380,7 @@ NEEDS: dict[str, dict[str, Any]] = {
 OUTSIDE = {"positive": [0.0, -0.1], "not negative": [-0.1], "[0": [-0.1], "(0": [0.0], r"1\]": [1.1], r"1\)": [1.0]}
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("loss", "name"), [pair for loss, names in NUMBERS.items() for pair in ((loss, name) for name in names)],
     ids=lambda x: x if isinstance(x, str) else x.__name__,
@@ -444,6 +447,7 @@ SIZES = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("size", "spelt"), [(size, spelt) for size, many in SIZES.items() for spelt in many], ids=repr)
 def test_a_budget_in_bytes_or_with_a_unit(size, spelt):
     for options in (LogitOptions(logits_budget=spelt), LigerFusedLinearJSDLoss(logits_budget=spelt).options):
@@ -468,6 +472,7 @@ LARGE = {"weight": torch.ones(32768, 1), "input": torch.ones(300, 1), "target": 
 ROW = 32768 * 4
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "call",
     [

@@ -68,6 +68,7 @@ RIGHT = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("case", RIGHT)
 def test_a_right_loss_passes(case):
     loss = RIGHT[case]
@@ -218,6 +219,7 @@ WRONG = {
 }
 
 
+@pytest.mark.few(13)
 @pytest.mark.parametrize("loss", WRONG, ids=lambda loss: loss.__name__)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_mistake_is_found_and_named(loss, seed):
@@ -233,6 +235,7 @@ def test_what_the_message_asks_for_helps():
         check_loss(own)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "loss", [LigerFusedLinearDPOLoss, torch.nn.Linear(2, 2), None], ids=["class", "module", "none"]
 )

@@ -83,6 +83,7 @@ def assert_right(loss: LigerFusedLinearULDLoss, given: dict[str, Tensor], exact:
         assert relative_error(x, e) < BOUND
 
 
+@pytest.mark.few(3)
 @pytest.mark.sampled(interpreted=True)
 @pytest.mark.triton
 @pytest.mark.parametrize("v_teacher", [11, V, 37])
@@ -131,6 +132,7 @@ def test_rounding() -> None:
     assert (ours_squared <= 1.1**2 * eager_squared).all(), (ours_squared / eager_squared).sqrt()
 
 
+@pytest.mark.few(1)
 @pytest.mark.ordinary_memory
 @pytest.mark.parametrize("v_teacher", [500, 1009, 2017])
 def test_memory(v_teacher: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,6 +190,7 @@ def test_refusals() -> None:
         LigerFusedLinearULDLoss(beta=0.5)  # type: ignore[call-arg]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("n_rows", [0, 1, 2, 7, 127, 128])
 def test_blocks_of_a_sort_have_the_bits_of_one(n_rows: int) -> None:
     p = torch.rand(n_rows, 300).mul_(50).round_()  # with ties

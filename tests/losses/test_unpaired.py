@@ -60,6 +60,7 @@ def mean_logratio(batch: Batch) -> Tensor:
     return (policy["logps"] - ref["logps"]).sum(1).mean()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("budget", [None, 8 * 5 * SMALL.vocab], ids=["one-pack", "tiles"])
 def test_estimated_kl_is_as_good_as_given(budget):
     """It has no gradient, and the metrics report it."""
@@ -92,6 +93,7 @@ def test_mismatched_completions_of_another_number_and_length():
     assert_same(evaluate(kto, batch), evaluate(kto_exact, batch))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("of", ["tokens", "sequences"])
 @pytest.mark.parametrize("average_log_prob", [False, True])
 def test_kl_of_reference_log_probs(of, average_log_prob):
@@ -119,6 +121,7 @@ def test_mismatched_completions_without_tokens():
 # Metrics
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("average_log_prob", [False, True])
 @pytest.mark.parametrize("budget", [None, 8 * 7 * SMALL.vocab], ids=["one-pack", "several"])
 def test_metrics(average_log_prob, budget):
@@ -195,6 +198,7 @@ def test_metrics_are_float32():
     assert {name: value.dtype for name, value in metrics._asdict().items()} == dtypes
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
 def test_labels_of_integers(dtype):
     batch = examples(SMALL, seed=0)

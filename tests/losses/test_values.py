@@ -73,6 +73,25 @@ def test_float64_matches_oracle_in_slices_of_the_vocabulary(row, rows_in_budget,
 WRONG_IN_FLOAT32 = 1e-5
 
 
+@pytest.mark.few(
+    20,
+    "cpu-ce-none-everything",
+    "cpu-ce-none",
+    "cpu-ce-token_weights-everything",
+    "cpu-clip_cov",
+    "cpu-cosine",
+    "cpu-dpo-js_divergence",
+    "cpu-dpo-sft",
+    "cpu-dpo-sigmoid",
+    "cpu-dro",
+    "cpu-jsd-softcap-scale-temperature",
+    "cpu-kl",
+    "cpu-kto-apo_zero_unpaired",
+    "cpu-kto",
+    "cpu-squared-error",
+    "cpu-stats-kept-products",
+    "cpu-stats-kept",
+)
 @pytest.mark.triton
 @pytest.mark.parametrize("row", on_paths(interpreted=True))
 def test_float32_matches_oracle(row, device, path):
@@ -83,6 +102,7 @@ def test_float32_matches_oracle(row, device, path):
 _ONE_EACH = ("ce-none-everything", "dpo-sigmoid", "grpo-top-entropy", "stats-all")
 
 
+@pytest.mark.few(2)
 @pytest.mark.sampled(0.5, interpreted=True)
 @pytest.mark.triton
 @pytest.mark.parametrize("row", rows(*_ONE_EACH), ids=repr)
@@ -128,6 +148,7 @@ def rms(errors: list[float], sizes: list[float]) -> float:
 
 
 # bfloat16 for each formula: it rounds what it multiplies. Float32 errors come from sums of the engine.
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("row", "dtype"),
     [
@@ -163,6 +184,7 @@ def test_gradient_error_is_that_of_eager_code(row, dtype, device, pytestconfig):
         assert error <= bound, f"{name}, {who}: {error:.3e} against {bound:.3e}"
 
 
+@pytest.mark.few(3, "cpu-fp32-cosine")
 @pytest.mark.sampled
 @by_path
 @pytest.mark.parametrize("dtype", SEEDS, ids=["bf16", "fp32"])
@@ -182,6 +204,7 @@ def test_loss_error_is_that_of_eager_code(row, dtype, device):
     assert error <= bound, f"{error:.3e} against {bound:.3e}"
 
 
+@pytest.mark.few(3, "ce-none-everything")
 @pytest.mark.parametrize("row", on_paths(row for row in ROWS if not row.stops_gradients))
 def test_gradcheck(row):
     batch = row.sample(Sizes(sequences=4, length=3, hidden=2, vocab=5, ref_hidden=3), seed=3)
@@ -193,6 +216,7 @@ def test_gradcheck(row):
     assert torch.autograd.gradcheck(loss, [batch[name].clone().requires_grad_() for name in names])
 
 
+@pytest.mark.few(5, "cpu-bf16-ce-none-everything", "cpu-fp32-grpo-top-entropy", "cpu-fp32-kto-kl-of-mismatched")
 @pytest.mark.ordinary_memory  # deterministic mode would choose other operations
 @by_path
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])

@@ -38,6 +38,7 @@ def no_other_patched_models():
     gc.collect()
 
 
+@pytest.mark.few(2)
 @pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe", "phi3", "glm4", "gemma3_text"])
@@ -62,6 +63,7 @@ def test_a_stock_model_is_left_as_it_was():
     assert model.model.norm.weight.grad.eq(1).all() and model.lm_head.weight.grad is None
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("attached", [False, True])
 @pytest.mark.parametrize("options", [{}, {"swiglu": False}, {"logits_budget": 2048}])
 def test_a_patched_model_is_left_as_it_was(options, attached):
@@ -98,6 +100,7 @@ def wrong_rope(q, k, cos, sin, unsqueeze_dim=1):
     return layers.rotate_pairs(q, k, cos, sin, unsqueeze_dim)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("broken", "message"),
     [

@@ -506,6 +506,7 @@ def like(model: nn.Module) -> Any:
     return stock
 
 
+@pytest.mark.few(1)
 @pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("way", WAYS, ids=repr)
 @pytest.mark.parametrize(
@@ -579,6 +580,7 @@ REPLACED = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "way", "order"), REPLACED)
 def test_a_replaced_forward_of_a_class(name: str, way: Way, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels replace norms and MLPs, but not what a user puts in the place of stock's code."""
@@ -604,6 +606,7 @@ def test_a_replaced_forward_of_a_class(name: str, way: Way, order: str, monkeypa
 # 4. Arguments of a call
 
 
+@pytest.mark.few(1)
 @pytest.mark.sampled
 @pytest.mark.parametrize("requested", [True, None], ids=["argument", "config"])
 @pytest.mark.parametrize("way", WAYS, ids=repr)
@@ -651,6 +654,7 @@ CALLS: dict[str, dict[str, Any]] = {
 NOT_OF_TRL = ("use_cache", "hidden_states", "logits_to_keep", "logits_to_keep-positions")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("call", "way"),
     [
@@ -684,6 +688,7 @@ def test_arguments(call: str, way: Way) -> None:
             assert ours.output.past_key_values.get_seq_length() == LENGTH
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", WAYS, ids=repr)
 def test_all_labels_ignored(way: Way) -> None:
     """Stock's mean over no token is NaN, and ruins the weights. Ours is a zero with a gradient."""
@@ -696,6 +701,7 @@ def test_all_labels_ignored(way: Way) -> None:
     assert not any(gradient.any() for gradient in ours.grads.values())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_a_gradient_through_logits_that_were_read(family: str) -> None:
     """A z-loss of the user, beside the model's loss."""
@@ -793,6 +799,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_remote_code(tmp_path: Path, fresh_process: Any) -> None:
     """In a process that has imported nothing of it, by both Auto methods, and after saving."""
     checkpoint = tmp_path / "checkpoint"

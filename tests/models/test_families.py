@@ -48,6 +48,7 @@ def table(monkeypatch):
     monkeypatch.setattr(overrides, "_REGISTERED", dict(overrides._REGISTERED))
 
 
+@pytest.mark.few(8, "qwen2_vl.apply_rotary_pos_emb_vision")
 @pytest.mark.parametrize(("path", "ours"), overrides._ROTARY, ids=[path for path, _ in overrides._ROTARY])
 def test_rotary_rows(path, ours):
     family, name = path.split(".")
@@ -106,6 +107,7 @@ def test_angles_that_do_not_repeat_are_refused():
     assert "does not give each angle twice" in applied.left["apply_rotary_pos_emb"]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("layer_idx", [0, 1, 2], ids=["sparse", "dense", "negative"])
 def test_sparse_gates(layer_idx):
     config = transformers.Gemma3nTextConfig(
@@ -144,6 +146,7 @@ def test_every_row_is_read_and_equal():
     assert state.equal(torch.get_rng_state())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("layers_of", [2, 32])
 def test_patching_is_quick(layers_of):
     config = {**BY_ID["llama"].config, "num_hidden_layers": layers_of}
@@ -379,6 +382,7 @@ def test_a_registered_class(table):
     assert state_of(model) == before
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_another_default_dtype(dtype):
     torch.set_default_dtype(dtype)

@@ -143,6 +143,7 @@ SERVED: list[tuple[str, float | None, float]] = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "softcap", "scale"), SERVED, ids=[row[0] for row in SERVED])
 def test_served(name, softcap, scale):
     if not hasattr(transformers, name):
@@ -154,6 +155,7 @@ def test_served(name, softcap, scale):
     assert_trains_as_stock(tiny_models.build(name))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("zoo", ZOO, ids=repr)
 def test_every_family_is_served(zoo):
     model = zoo.build()
@@ -174,6 +176,7 @@ class Counts(transformers.LlamaForCausalLM):
         return super().forward(*args, **kwargs)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("check", ["attach", "apply"])
 def test_a_check_leaves_no_trace(check):
     model = Counts(transformers.LlamaConfig(**LLAMA, attention_dropout=0.5)).train()
@@ -203,6 +206,7 @@ def test_logit_options_leave_no_trace():
     assert torch.get_rng_state().equal(state)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("patch", [logit_options, attach_head, apply_liger_kernel])
 def test_a_model_is_freed_at_once(patch):
     """The model's memory does not wait for Python's garbage collector."""
@@ -258,6 +262,7 @@ def subtracts(module, args, output):
     return output - 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("hook", [returns, edits_in_place, subtracts])
 def test_forward_hooks_that_edit_logits(hook):
     """A factor stays fused, for `head_fn` too. What else changes logits gets real ones, and `head_fn` is refused."""
@@ -322,6 +327,7 @@ def test_a_forward_set_on_the_head(monkeypatch):
     assert_fused(model(**batch()))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("hooked", [False, True])
 def test_a_head_fn_that_calls_lm_head_gets_logits(hooked):
     model = tiny("LlamaForCausalLM", **LLAMA)
@@ -346,6 +352,7 @@ def test_a_loss_function_set_after_patching_gets_its_logits():
     assert_fused(model(**arguments))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("switch", ["fused_linear_cross_entropy", "cross_entropy"])
 def test_no_items_as_int_and_as_tensor(switch):
     model, arguments = tiny("LlamaForCausalLM", **LLAMA), batch()
@@ -363,6 +370,7 @@ class Quantized(nn.Linear):
         return super().forward(x).round()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -385,6 +393,7 @@ def test_heads_that_are_more_than_a_linear(change, reason):
     assert_trains_as_stock(model, fused=False)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["trainable_tokens", "ia3"])
 def test_adapters_on_the_head(kind):
     peft = pytest.importorskip("peft")
@@ -408,6 +417,7 @@ def test_adapters_on_the_head(kind):
         assert_trains_as_stock(inner, fused=False)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_an_attribute_of_the_model_that_changes_after_compilation():
     """Cohere reads its scale from the model."""
@@ -456,6 +466,7 @@ def with_images() -> dict[str, Tensor]:
     return {**arguments, "pixel_values": pixels}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("images", [False, True])
 @pytest.mark.parametrize("way", ["patched", "attached"])
 def test_a_head_in_a_causal_model_inside(way, images):

@@ -111,6 +111,7 @@ def marks(name: str) -> list[pytest.MarkDecorator]:
     return [pytest.mark.triton] * (name in KINDS) + [pytest.mark.exhaustive] * (INTERPRETED and name != "llama")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tiny", [pytest.param(tiny, marks=marks(tiny.name), id=tiny.name) for tiny in ZOO])
 def test_training_step(tiny, fresh, device):
     model, arguments = fresh(tiny.name, device), labelled(tiny, device)
@@ -144,6 +145,7 @@ def rotations(model: Any) -> set[Any]:
     }
 
 
+@pytest.mark.few(2)
 @by_family
 def test_everything_was_patched(tiny, fresh):
     model = fresh(tiny.name)
@@ -190,6 +192,7 @@ def calls(monkeypatch):
     return counts
 
 
+@pytest.mark.few(1)
 @by_family
 def test_each_switch_alone(tiny, fresh, calls):
     """The switch reported as on runs its kernel and no other, with the results of the unpatched model."""
@@ -283,6 +286,7 @@ def state_of(model: PreTrainedModel) -> Any:
     return instances, classes, stock
 
 
+@pytest.mark.few(2)
 @by_kind
 def test_revert(tiny, fresh, device):
     model, arguments = fresh(tiny.name, device), labelled(tiny, device)
@@ -342,6 +346,7 @@ def test_skip_logits_without_labels(fresh):
         model(torch.ones(1, 4, dtype=torch.long), skip_logits=True)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "olmo2", "phi3", "glm4", "qwen2_vl"])
 def test_bfloat16(name, device):
     """Patched layers round like stock layers: over a few models, the error of the logits is not larger."""
@@ -408,6 +413,7 @@ def test_a_rotary_function_that_somebody_replaced(monkeypatch):
     assert abs(model(**arguments).loss - patched) > 1e-4
 
 
+@pytest.mark.few(1)
 @by_kind
 def test_a_patched_model_pickles(tiny, tmp_path):
     """The loaded model is patched and can be reverted; so is a model saved by `save_pretrained`."""
@@ -434,6 +440,7 @@ def test_a_patched_model_pickles(tiny, tmp_path):
         assert step(same, arguments)[0].loss.equal(stock[0].loss)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("first", ["head", "kernels"])
 def test_head_and_kernels_come_and_go_in_any_order(fresh, first):
     model, arguments = fresh("llama"), labelled(BY_ID["llama"])
@@ -494,6 +501,7 @@ def test_a_layer_of_ones_own_is_not_replaced(fresh):
     model.model.norm = stock
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("wraps", [False, True])
 @pytest.mark.parametrize("first", ["forward", "patch"])
 def test_a_forward_that_somebody_set_is_called(fresh, first, wraps):
@@ -565,6 +573,7 @@ def test_refusals(fresh):
     assert state_of(model) == before
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", [exhaustive([f], f, f not in OF_THE_SUITE) for f in SERVED_CLASSES])
 def test_a_family_before_its_models_are_built(family):
     """Models that are built later are patched, and no other; the constructors are restored exactly."""
@@ -654,6 +663,7 @@ def test_a_constructor_that_somebody_wrapped(monkeypatch):
 WITHOUT_AUTO = ("qwen2_vl", "qwen2_5_vl", "mllama_text", "mllama")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "tiny", [exhaustive([t], t.name, t.name not in OF_THE_SUITE) for t in ZOO if t.name not in WITHOUT_AUTO]
 )
@@ -674,6 +684,7 @@ def test_auto_model(tiny, tmp_path):
     revert_liger_kernel(again)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["gemma3", "qwen2_vl"])
 def test_auto_model_of_images_and_text(name):
     tiny = BY_ID[name]

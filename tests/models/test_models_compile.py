@@ -45,6 +45,7 @@ def graphs():
     return CompileCounterWithBackend("aot_eager")
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2"])
@@ -64,6 +65,7 @@ def test_regional_compilation(name, checkpointed, graphs):
     assert graphs.frame_count == 1
 
 
+@pytest.mark.slow
 def test_two_models_share_their_graph(graphs):
     """The graphs of a model's forward are reused for a second model of the class, with that model's parameters."""
     tiny = dataclasses.replace(BY_ID["llama"], config={**BY_ID["llama"].config, "num_hidden_layers": 1})
@@ -101,6 +103,7 @@ KERNELS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Tensor, ...]]]] 
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", KERNELS)
 def test_saved_tensors_are_those_of_eager_code(name):
     """They agree in number, shape, dtype and order."""

@@ -71,6 +71,7 @@ def assert_as_stock(model: PreTrainedModel, name: str) -> Any:
     return ours, stock, without
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["MixtralForCausalLM", "GptOssForCausalLM", "Ernie4_5_VL_MoeForConditionalGeneration"])
 def test_loss_and_gradients_are_those_of_stock(name):
     ours, stock, without = assert_as_stock(build(name), name)
@@ -78,6 +79,7 @@ def test_loss_and_gradients_are_those_of_stock(name):
     assert abs(stock.loss - without.loss) > 0.01, "the term can be seen"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["Dots1ForCausalLM", "Llama4ForCausalLM"])
 def test_families_whose_loss_adds_none(name):
     """The stock forward adds no load-balancing loss, regardless of its config."""
@@ -111,6 +113,7 @@ class Unusual(transformers.MixtralForCausalLM):
         return transformers.modeling_outputs.MoeCausalLMOutputWithPast(loss=loss, aux_loss=router, logits=logits)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("cls", [Doubled, Unusual])
 def test_a_forward_of_ones_own(cls):
     torch.manual_seed(0)

@@ -41,6 +41,7 @@ def patched(name: str = "llama") -> Any:
     return model
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_classes_keep_their_names_and_come_back(name):
     model = BY_ID[name].build()
@@ -93,6 +94,7 @@ def replica(module: nn.Module) -> nn.Module:
 COPIES = {"copy": with_own_parameters, "replica": replica}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", COPIES)
 @pytest.mark.parametrize("name", NAMES)
 def test_copies_run_their_own_parameters(name, way):
@@ -141,6 +143,7 @@ def test_a_shallow_copy_is_reverted_alone():
     assert model(**arguments, head_fn=lambda head, input: input.hidden_states.shape)[-1] == HIDDEN
 
 
+@pytest.mark.slow
 def test_torch_save_of_a_whole_model(tmp_path, fresh_process):
     """A model loaded by another process is patched there and can be reverted."""
     model, arguments = patched("gemma2").train(), labelled(BY_ID["gemma2"])
@@ -195,6 +198,7 @@ def full(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: g.full_tensor() for name, g in gradients.items()}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("first", ["patch", "shard"])
 def test_fully_shard(first, alone):
     """FSDP 2 also changes the classes of norms, MLPs and the model. Both orders work, and the patch can be reverted."""
@@ -262,6 +266,7 @@ def test_forward_hooks_run():
     ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", ["llama", "phi3", "mixtral"])
 def test_hooks_on_the_activation_run(family):
     """A hook that edits what the activation returns."""

@@ -49,6 +49,7 @@ def in_double(name: str) -> dict[str, Tensor]:
     return {n: x.double() if x.is_floating_point() else x for n, x in labelled(BY_ID[name]).items()}
 
 
+@pytest.mark.few(1)
 @pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("checkpoints", [None, False, True], ids=["none", "checkpoints", "reentrant"])
 @pytest.mark.parametrize("name", MLPS)
@@ -124,6 +125,7 @@ def test_what_is_refused_or_left_alone():
     assert applied.replaced["tiled_mlp"] == {"Qwen3MoeMLP": 1} and "Qwen3MoeExperts" in applied.left
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["llama", "phi3", "gemma2"])
 def test_lora(name):
     peft = pytest.importorskip("peft")
@@ -148,6 +150,7 @@ def test_copies_and_pickles_keep_their_tiles():
         assert largest_mlp_input(other, labelled(BY_ID["llama"])) == 3
 
 
+@pytest.mark.slow
 def test_compile_with_chosen_tiles():
     model = BY_ID["llama"].build()
     apply_liger_kernel(model, tiled_mlp=True)
@@ -157,6 +160,7 @@ def test_compile_with_chosen_tiles():
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_short_sequences_do_not_break_graphs():
     model = BY_ID["llama"].build().eval()
     apply_liger_kernel(model, tiled_mlp="auto", fused_linear_cross_entropy=False)

@@ -41,6 +41,7 @@ def adapted(peft: Any, name: str, **lora: Any) -> Any:
     return peft.get_peft_model(model, config)
 
 
+@pytest.mark.few(1)
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe", "phi3", "qwen2_vl"])
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -71,6 +72,7 @@ def test_lora(peft, name, when):
     assert again[0].loss.equal(stock[0].loss)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_head_with_an_unsupported_adapter_trains_with_logits(peft, when, caplog, monkeypatch):
     """It is patched before or after the adapter is added. `attach_head`, which has no logits to give, refuses it."""
@@ -138,6 +140,7 @@ def trained(model: Any, path: Any, **arguments: Any) -> tuple[list[float], float
     return losses, trainer.evaluate()["eval_loss"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_trainer_with_gradient_accumulation(name, tmp_path):
     stock, stock_evaluation = trained(BY_ID[name].build(), tmp_path)
@@ -221,6 +224,7 @@ def shallow(name: str) -> Tiny:
     return dataclasses.replace(tiny, config={**tiny.config, "num_hidden_layers": 1})
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["gemma2", pytest.param("mixtral", marks=pytest.mark.exhaustive)])
 def test_compiled_step(name):
@@ -237,6 +241,7 @@ def test_compiled_step(name):
     assert output.token_accuracy.ndim == 0 and not output.token_accuracy.requires_grad
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_torch_compile():
     """The head and the loss run between graphs. Only the second length compiles these again."""

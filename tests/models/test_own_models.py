@@ -146,6 +146,7 @@ EITHER = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", SERVED)
 def test_head_is_served(name):
     for training in (False, True):
@@ -153,11 +154,13 @@ def test_head_is_served(name):
     assert_trains_as_stock(own(**SERVED[name]))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", FUSED)
 def test_step_is_fused(name):
     assert_trains_as_stock(own(**FUSED[name]))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", WITH_LOGITS)
 def test_step_with_logits(name):
     assert_trains_as_stock(own(**WITH_LOGITS[name]), fused=False)
@@ -185,6 +188,7 @@ def test_logits_without_a_gradient():
     torch.testing.assert_close(output.loss, stock.loss, rtol=1e-5, atol=0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("trained", [True, False])
 def test_a_tied_head_with_a_temperature(trained):
     def tied():
@@ -197,6 +201,7 @@ def test_a_tied_head_with_a_temperature(trained):
     assert_trains_as_stock(tied(), fused=not trained)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("of", ["model", "config", "module"])
 def test_a_number_that_changes_after_patching(of):
     steps = {
@@ -256,6 +261,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", LOSSES)
 def test_another_loss_is_fused(name):
     model = own(loss_of=LOSSES[name])
@@ -263,6 +269,7 @@ def test_another_loss_is_fused(name):
     assert_served(model)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("token", ["pad_token_id", "eos_token_id", "bos_token_id", "image_token_id"])
 def test_a_loss_without_some_tokens(token):
     model = own(trained=lambda self, labels, mask: labels.where(labels != getattr(self.config, token), -100))
@@ -368,6 +375,7 @@ def test_check_model_runs_in_the_mode_of_the_model():
         assert set(modes) == {training} and model.training == training
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("layer", "names", "message"),
     [
@@ -419,6 +427,7 @@ def gated(x, act_fn, gate_proj, up_proj, down_proj):
     return down_proj(act_fn(gate_proj(x)) * up_proj(x))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("needed", [nn.ReLU(), 3.0, None])
 def test_an_activation_without_a_switch_is_left_alone(needed, table):
     register_layer(Gated, Layer(gated))

@@ -76,6 +76,7 @@ def hidden_states(model: LlamaForCausalLM, sequences: Tensor) -> Tensor:
     return model.model(input_ids=sequences, attention_mask=mask, position_ids=positions).last_hidden_state
 
 
+@pytest.mark.few(1, "top_k")
 @pytest.mark.parametrize("case", FILTERS)
 def test_log_probabilities_are_the_samplers(case: str) -> None:
     policy, options = model(), FILTERS[case]
@@ -197,6 +198,7 @@ def test_errors() -> None:
         pass
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("option", "value"),
     [
@@ -222,6 +224,7 @@ def test_what_changes_logits_is_refused(option: str, value: Any, of_model: bool)
     generate(policy, top_p=0.8, **options)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("temperature", [0.8, 1.0, 1.3])
 @pytest.mark.parametrize(
     "more", [{"top_p": 0.9}, {"remove_invalid_values": True}, {"logits_processor": LogitsProcessorList([TOP_4])}]

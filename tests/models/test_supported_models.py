@@ -131,6 +131,7 @@ def without_rounding(row: str) -> str:
     return re.sub(r"\d+\.\d+(e[+-]\d+)?", "number", row)
 
 
+@pytest.mark.few(1)
 @of_the_page
 @pytest.mark.parametrize("name", sampled(ROWS, parts=64))
 def test_row_of_the_page(name):

@@ -100,6 +100,7 @@ def seed() -> None:
     print(f"SWEEP_SEED={SEED}")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", sampled([name for name in CAUSAL + IMAGE_TEXT if name not in NOT_BUILT], parts=16))
 def test_class(name):
     try:
@@ -138,6 +139,7 @@ OTHER_LOSS = (
 )  # fmt: skip
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", sampled(list(OTHER_LOSS), parts=4))
 def test_attached_head_of_another_loss(name):
     """`head_fn` gets the head and its input, whatever the class's own loss is."""

@@ -65,14 +65,17 @@ def compare(processes: FreshProcesses, folder: Path, script: str, *cases: tuple[
     return first
 
 
+@pytest.mark.slow
 def test_fsdp2_dpo(tmp_path: Path, fresh_process: FreshProcesses) -> None:
     compare(fresh_process, tmp_path, "distributed_fsdp2_dpo.py", (2, ()))
 
 
+@pytest.mark.slow
 def test_cp_dpo(tmp_path: Path, fresh_process: FreshProcesses) -> None:
     compare(fresh_process, tmp_path, "distributed_cp_dpo.py", (2, ()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["", "and-tied"])
 def test_tp_sft(tmp_path: Path, fresh_process: FreshProcesses, tied: bool) -> None:
     (split,) = compare(fresh_process, tmp_path, "distributed_tp_sft.py", (2, ()))
@@ -87,6 +90,7 @@ def test_tp_sft(tmp_path: Path, fresh_process: FreshProcesses, tied: bool) -> No
     assert 0 < max(one["gathers"]) < 130 * 64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cases",
     [

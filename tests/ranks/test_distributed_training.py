@@ -67,6 +67,7 @@ def track(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_100_steps_track_one_process(tmp_path: Path, fresh_process: FreshProcesses) -> None:
     fresh_process.spawn(track, WORLD, str(tmp_path))
 
@@ -105,6 +106,7 @@ def resume(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["dies", "hangs"])
 def test_a_lost_rank(tmp_path: Path, fresh_process: FreshProcesses, way: str) -> None:
     """The other rank raises an error within the timeout, and training goes on from the last checkpoint."""

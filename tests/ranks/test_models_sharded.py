@@ -221,6 +221,7 @@ def worker(rank: int, folder: str, family: str, every: str) -> None:
 NO_GLOO = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
 
 
+@pytest.mark.slow
 @NO_GLOO
 @pytest.mark.ordinary_memory
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.exhaustive)])

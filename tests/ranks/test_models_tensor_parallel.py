@@ -242,6 +242,7 @@ def evaluation(folder: str) -> None:
         torch.testing.assert_close(model(**sample).logits, expected.logits, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not TAKES_SIZES, reason="stock 5.5 has no DistributedConfig with tp_size")
 def test_plans_of_transformers(tmp_path: Path, fresh_process: FreshProcesses) -> None:
     fresh_process.spawn(plans, WORLD, str(tmp_path))
@@ -403,6 +404,7 @@ def with_fsdp(rank: int, folder: str, every: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_with_fsdp(tmp_path: Path, fresh_process: FreshProcesses, every: bool) -> None:
     fresh_process.spawn(with_fsdp, 2 * WORLD, str(tmp_path), str(every))

@@ -146,6 +146,7 @@ def gathers(ranks: int, weight: Tensor, x: Tensor) -> None:
 
 
 # With two ranks, a formula could have a 2 in the place of their number.
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.exhaustive), 4])
 def test_collectives_of_steps(tmp_path: Path, fresh_process: FreshProcesses, world: int) -> None:
     fresh_process.spawn(count, world, str(world), str(tmp_path))
@@ -169,6 +170,7 @@ def test_memory_is_what_was_measured() -> None:
     assert checked == 10
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("model", scaling.MODELS)
 @pytest.mark.parametrize("n", [8192, 20000, 65536])  # one chunk and several
 def test_memory_of_one_rank_is_estimated_alike(model: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:

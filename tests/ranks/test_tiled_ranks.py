@@ -96,6 +96,7 @@ def step(
     return error_of(gradients_of(model), exact), len(watch.gathers)
 
 
+@pytest.mark.slow
 @NO_GLOO
 @pytest.mark.ordinary_memory
 @pytest.mark.parametrize("family", ["llama", pytest.param("olmo2", marks=pytest.mark.exhaustive)])

@@ -293,6 +293,7 @@ def contracts(rank: int, folder: str, device: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.triton
 def test_contracts(tmp_path: Path, fresh_process: FreshProcesses, device: str, by_epilogue: None) -> None:
     fresh_process.spawn(contracts, 2, str(tmp_path), device)

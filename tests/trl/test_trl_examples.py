@@ -17,6 +17,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
+@pytest.mark.few(3, "trl_orpo.py", "trl_simpo.py")
 @pytest.mark.parametrize("script", sorted(p.name for p in EXAMPLES.glob("trl_*.py") if p.name != "trl_common.py"))
 def test_example(script, monkeypatch, capsys):
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")

@@ -70,6 +70,7 @@ def train(folder: Path, name: str, tokens: int | None, config: dict[str, Any], *
     return [{k: v for k, v in log.items() if not any(t in k for t in timed)} for log in trainer.state.log_history]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [

@@ -68,6 +68,7 @@ ON_THE_HEAD = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("kind", "config"), ON_THE_HEAD, ids=str)
 def test_lora_on_the_head(tmp_path, monkeypatch, kind, config):
     """The reference is the model without adapters. TRL refuses such an adapter unless its head is replaced."""
@@ -95,6 +96,7 @@ VOCABULARY = 1500
 FROZEN = [(kind, False) if kind in ("SFT", "DPO", "ORPO", "GKD", "GRPO") else rare(kind, False) for kind in KINDS]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("kind", "trained"), [*FROZEN, ("SFT", True)])
 def test_a_frozen_head_has_no_gradient(tmp_path, kind, trained):
     """No tensor of the size of its gradient is allocated, unlike for a trained head."""

@@ -178,11 +178,13 @@ def test_equal_to_trl(loss_type, level, case):
     assert_equal_to_trl(batch, loss_type, budget=8 * 9 * SMALL.vocab, **options)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("quantile", [0.0, 0.2, 0.99])
 def test_top_entropy_quantiles(quantile):
     assert_equal_to_trl(rollouts(SMALL, seed=15), "grpo", top_entropy_quantile=quantile)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("delta", [1.05, 1.3, 2.0])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_delta(delta, level):
@@ -196,6 +198,7 @@ def test_vespo_settings(settings):
     assert_equal_to_trl(rollouts(SMALL, seed=17, advantages="tokens"), "vespo", **settings)
 
 
+@pytest.mark.few(3, "token-luspo-sequences-none")
 @pytest.mark.parametrize("empty", [[], [0], [1, 4], range(SMALL.sequences)], ids=["none", "one", "two", "all"])
 @pytest.mark.parametrize("advantages", ["sequences", "tokens"])
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "luspo", "cispo"])
@@ -227,6 +230,7 @@ def test_logged_clip_ratios(loss_type, level, advantages, empty):
         assert any(0 < ours[name][0] < 1 for name in ours if "clip_ratio" in name)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("loss_type", ["dapo", "cispo"])
 def test_clip_ratios_of_ranks(loss_type, level):

@@ -111,6 +111,7 @@ def with_prompts(batch: Batch) -> Batch:
 FLOAT32 = 1e-5
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("beta", [0.1, 1.0])
 def test_orpo(beta):
     """TRL's NLL spans prompt and response."""
@@ -134,6 +135,7 @@ CPO = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", CPO)
 def test_cpo(case):
     settings = {"beta": 0.1, "cpo_alpha": 1.0, "label_smoothing": 0.0, "loss_type": "sigmoid", "simpo_gamma": 0.5}
@@ -143,6 +145,7 @@ def test_cpo(case):
     assert_equal_to_trl(loss, CPOTrainer, pairs(SMALL, seed=0, ref=None), exact=1e-11, **settings)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("nll", [False, True], ids=["simpo", "cpo-simpo"])
 def test_simpo_is_trls_cpo(nll):
     settings = {"beta": 2.0, "label_smoothing": 0.1}
@@ -240,6 +243,7 @@ DPO = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("loss_type", ["sigmoid", "hinge", "ipo", "sigmoid_norm", "discopop"])
 @pytest.mark.parametrize("case", DPO)
 def test_dpo_options(case, loss_type):
@@ -248,11 +252,13 @@ def test_dpo_options(case, loss_type):
     assert_dpo_equal_to_trl({**DPO[case]}, loss_type)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("loss_type", ["apo_zero", "aot", ["sft", "apo_zero"]])
 def test_dpo_length_desensitized_with_every_kind_of_loss(loss_type):
     assert_dpo_equal_to_trl({"ld_alpha": 0.3}, loss_type)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("alpha", [0.5, 0.9, 1.0, 1.3])
 def test_dpo_alpha_divergence(alpha):
     """TRL computes it in float32 only."""

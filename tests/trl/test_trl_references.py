@@ -50,6 +50,7 @@ class Chain:
         return losses(build(self.folder, kind, self.ours, BF16, model=self.model, ref_model=reference, **loss))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "loss"),
     [
@@ -71,6 +72,7 @@ def test_a_copy_of_the_trained_model_is_the_reference(tmp_path, kind, loss):
         assert got == pytest.approx(expected, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["DPO", "KTO"])
 def test_a_copy_of_a_model_that_trl_trained(tmp_path, kind):
     """The head of TRL's own trainer stays bound to the original; the copy runs on its own weights all the same."""
@@ -103,6 +105,7 @@ BESIDE: dict[str, Callable[[Any], nn.Module]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.sampled
 @pytest.mark.parametrize("bf16", [True, False], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("kind", BESIDE)
@@ -123,6 +126,7 @@ def test_precision_of_the_model_beside_the_policy(tmp_path, kind, bf16):
     assert values[1] == pytest.approx(values[0], rel=0.02 if bf16 else 2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["GKD", "GOLD", "Distillation"])
 def test_a_copy_of_the_student_is_the_teacher(tmp_path, kind):
     """Both share an autocast object, which the student enters inside of its teacher."""
@@ -142,6 +146,7 @@ def test_a_copy_of_the_student_is_the_teacher(tmp_path, kind):
         assert torch.equal(teacher.eval()(ids).logits, expected.eval()(ids).logits.float())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["GKD", "GOLD"])
 def test_a_teacher_with_another_precision(tmp_path, kind):
     """Its autocast is not the student's, which runs inside of it."""

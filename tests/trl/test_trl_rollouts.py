@@ -129,6 +129,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 # One of a mean over tokens, over sequences, and of each way in which a later pass on the rollouts differs.
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [c if c in ("cispo", "bnpo", "grpo", "masked") else rare(c) for c in CONFIGS])
 def test_logs_what_trl_logs(config: str, tmp_path: Path) -> None:
     """With TRL's own loss, every entry of the log is stock's."""
@@ -141,6 +142,7 @@ def test_logs_what_trl_logs(config: str, tmp_path: Path) -> None:
     assert widths.tokens < 0.8 * whole.tokens, (widths.with_gradient, whole.with_gradient)
 
 
+@pytest.mark.slow
 def test_rloo(tmp_path: Path) -> None:
     config = {"beta": 0.0, "num_iterations": 2}
     stock = run(tmp_path, "RLOO", False, {**ROLLOUTS, **config}, reward_funcs=[tied])
@@ -150,6 +152,7 @@ def test_rloo(tmp_path: Path) -> None:
     assert widths.tokens < 0.8 * whole.tokens
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("share_prefix", [False, "auto"])
@@ -182,6 +185,7 @@ def test_entropy_between_logging_steps(tmp_path: Path) -> None:
     assert not none.without
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["none", "dapo", rare("bnpo")])
 def test_nothing_has_a_gradient(name: str, tmp_path: Path) -> None:
     """One token runs, and parameters get zeros, as ranks that wait for each other need."""
@@ -225,6 +229,7 @@ WITH_A_GRADIENT: dict[str, tuple[dict[str, Any], Callable[[], Any], str]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", WITH_A_GRADIENT)
 def test_other_gradients_keep_all_sequences(case: str, tmp_path: Path) -> None:
     config, loss, reason = WITH_A_GRADIENT[case]
@@ -326,6 +331,7 @@ def test_an_unknown_setting(tmp_path: Path) -> None:
 FILTERS = {"top_p": 0.7, "temperature": 0.9}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
 @pytest.mark.parametrize("name", ["none", "dapo"])
 def test_ratios_to_the_sampler_are_one(kind: str, name: str, tmp_path: Path) -> None:
@@ -372,6 +378,7 @@ def test_ratios_to_the_sampler_are_one(kind: str, name: str, tmp_path: Path) -> 
     assert log["clip_ratio/region_mean"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", ["none", "dapo", "grpo"])
 @pytest.mark.parametrize("share_prefix", [False, "auto"])
@@ -409,6 +416,7 @@ def test_what_cannot_be_recorded(tmp_path: Path) -> None:
         build(tmp_path, "GRPO", True, ROLLOUTS, kept_ids=True, rollout_func=lambda *_: {})
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
 def test_a_sampler_that_changes_logits(kind: str, tmp_path: Path) -> None:
     """Of the trainer's config, and of the model where the config says nothing."""
@@ -495,6 +503,7 @@ def worker(rank: int, folder: str, port: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.ordinary_memory
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
 def test_two_processes(tmp_path: Path, fresh_process: FreshProcesses) -> None:

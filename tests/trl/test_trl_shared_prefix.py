@@ -112,6 +112,7 @@ CONFIGS = {
 RARELY = [kind if kind in ("DPO", "GRPO") else pytest.param(kind, marks=pytest.mark.exhaustive) for kind in SHARING]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", RARELY)
 def test_same_logs(compare, kind, tmp_path):
     """Policy, old policy and reference, in training and evaluation; GRPO pads prompts on the left, DPO on the right."""
@@ -127,11 +128,13 @@ def test_same_logs(compare, kind, tmp_path):
     assert {trie.padding for trie in passes.shared} >= ({"left"} if KINDS[kind].data == "prompts" else {"right"})
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", LOSSES)
 def test_same_logs_of_a_loss(compare, kind):
     compare(kind, own=lambda: {"loss": LOSSES[kind]()}).check(least=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", RARELY)
 def test_same_logs_with_gradient_checkpointing_and_adapters(compare, kind):
     def own() -> dict[str, Any]:
@@ -141,6 +144,7 @@ def test_same_logs_with_gradient_checkpointing_and_adapters(compare, kind):
     compare(kind, {**CONFIGS.get(kind, {}), "gradient_checkpointing": True}, own).check(least=0)
 
 
+@pytest.mark.few(2)
 @pytest.mark.sampled
 @pytest.mark.parametrize("family", ["softcap", "experts", "scaled"])
 @pytest.mark.parametrize("kind", ["GRPO", "DPO"])
@@ -154,6 +158,7 @@ def test_families(compare, kind, family):
     assert compare(kind, config, own, share_prefix="auto").shared or family == "experts"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", RARELY)
 def test_no_tensor_of_the_size_of_the_logits(tmp_path, monkeypatch, kind):
     vocabulary, budget = 6000, 256 * 1024
@@ -182,6 +187,7 @@ def test_auto_steps_aside_where_little_is_saved(tmp_path, monkeypatch):
     assert passes.n >= 8 and not passes.shared
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", ["cp_size", "sp_size"])
 def test_split_sequences_are_not_shared(tmp_path, monkeypatch, size):
     """Context and sequence parallelism put a prompt and its completion on different ranks."""
@@ -211,6 +217,7 @@ def arguments(mask: list[list[int]]) -> dict[str, Tensor]:
     return {"input_ids": row.expand(len(mask), -1), "attention_mask": torch.tensor(mask)}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

@@ -80,6 +80,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("kind", "family", "loss"), CASES, ids=lambda x: x if isinstance(x, str) else type(x).__name__)
 def test_parameters_that_come_and_go(tmp_path, kind, family, loss):
     """The steps are the same. Embeddings tied to the head (`softcap`) are released in between."""
@@ -95,6 +96,7 @@ def test_parameters_that_come_and_go(tmp_path, kind, family, loss):
     assert_same(logs(zero3=True), logs(zero3=False))
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("kind", ["SFT", "DPO"])
 def test_an_adapter_on_the_head_that_comes_and_goes(tmp_path, kind):
