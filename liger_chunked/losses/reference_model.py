@@ -11,7 +11,6 @@ from torch import Tensor
 from liger_chunked.engine import Rows, Sequences, check_projection, stats_of_kept, token_stats, whole
 from liger_chunked.engine.checks import host_may_sync
 from liger_chunked.kept_ids import KeptIds
-from liger_chunked.kernels.backend import on_host
 from liger_chunked.losses.base import SequenceLoss, StatsLoss
 from liger_chunked.types import LOWEST_LOGP, LossHead, Weight, accumulation_dtype
 
@@ -111,7 +110,7 @@ def _warn_of_positive(name: str, ref_logps: Tensor, loss: type) -> None:
     The sum, and no error, because a margin may be added to some of them. On an accelerator, where the host waits for
     it, the first call of each class of losses alone is looked at.
     """
-    if not ref_logps.numel() or not host_may_sync(ref_logps) or (not on_host(ref_logps) and loss in _CHECKED):
+    if not ref_logps.numel() or not host_may_sync(ref_logps) or (ref_logps.device.type != "cpu" and loss in _CHECKED):
         return
     _CHECKED.add(loss)
     if float(ref_logps.sum()) > _POSITIVE:
