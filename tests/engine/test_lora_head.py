@@ -773,7 +773,9 @@ REFUSED = [
 
 
 @pytest.mark.few(8)
-@pytest.mark.parametrize(("part", "value", "kind", "message"), REFUSED, ids=str)
+@pytest.mark.parametrize(
+    ("part", "value", "kind", "message"), REFUSED, ids=[f"{part}-{i}" for i, (part, *_) in enumerate(REFUSED)]
+)
 def test_refused(part, value, kind, message):
     weight, input, target = example(**{part: value})
     for call in (LigerFusedLinearCrossEntropyLoss, linear_token_stats):
