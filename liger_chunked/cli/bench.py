@@ -112,6 +112,7 @@ def _batch(loss: Any, sizes: Sizes, device: str, dtype: torch.dtype) -> dict[str
         elif key in shapes:
             x = torch.randn(shapes[key], generator=generator, device=device)
             is_large = key.endswith(("weight", "input"))
+            x = -x.abs() if key.endswith("logps") else x
             batch[key] = (x / x.shape[-1] ** 0.5 if key.endswith("weight") else x).to(dtype if is_large else x.dtype)
         else:
             batch[key] = small[key]

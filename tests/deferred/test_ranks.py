@@ -299,7 +299,9 @@ def compare(name: str, layout: Layout, idiom: str, inside: bool, device: str) ->
         stock = trained(layout, idiom, inside, False, device)
     with Gathers() as ours:
         found = trained(layout, idiom, inside, True, device)
-    assert ours.count <= of_stock.count or idiom not in ("shifted", "all-rows"), (name, idiom, ours.count)
+    # Of parameters. A tensor-parallel head gathers statistics and hidden states, where stock gathers logits.
+    gathers_weights = name.startswith("fsdp") and idiom in ("shifted", "all-rows")
+    assert ours.count <= of_stock.count or not gathers_weights, (name, idiom, ours.count)
     assert len(stock) == len(found)
     for i, (a, b) in enumerate(zip(stock, found, strict=True)):
         assert a.dtype == b.dtype and a.shape == b.shape, (name, idiom, inside, i, a.dtype, b.dtype)

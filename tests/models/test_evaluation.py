@@ -99,7 +99,7 @@ def test_metrics_get_logits(tmp_path, caplog):
             trainer_of(model, tmp_path, compute_metrics=compute_metrics).evaluate()
     assert type(found[1]) is type(found[0])
     torch.testing.assert_close(*map(torch.tensor, found), rtol=1e-4, atol=1e-5)
-    assert not [record for record in caplog.records if record.name == "liger_chunked"]
+    assert not [record for record in caplog.records if "were computed" in record.getMessage()]
 
 
 def test_predict(tmp_path):
@@ -231,7 +231,7 @@ def test_generate_inside_a_training_step(caplog):
         (new - old).exp().mean().neg().backward()
     torch.testing.assert_close(old, new.detach(), rtol=1e-5, atol=1e-5)
     assert model.lm_head.weight.grad.norm() > 0
-    assert not [record for record in caplog.records if record.name == "liger_chunked"]
+    assert not [record for record in caplog.records if "were computed" in record.getMessage()]
 
 
 def logps_of(model: Any, tokens: Tensor) -> Tensor:
