@@ -127,7 +127,7 @@ _NAMES = {
 }
 
 
-def found(folder: Path, family: str) -> Run:
+def whole_run(folder: Path, family: str) -> Run:
     """Return the newest whole run of a family.
 
     Raises:
@@ -158,7 +158,7 @@ def steps(folder: Path) -> list[Step]:
     """
     made = []
     for gain in GAINS:
-        run = found(folder, gain.family)
+        run = whole_run(folder, gain.family)
         rows = run.measured(gain.task)
         of = [rows.get(name) for name in (STOCK, gain.liger, gain.ours)]
         ms, gib = ([None if row is None else value(row) for row in of] for value in (_ms, peak_gib))
@@ -224,13 +224,13 @@ def alone_table(folder: Path) -> str:
         "|---|---|---|---|---|---|",
     ]
     for alone in ALONE:
-        rows = found(folder, alone.family).measured(alone.task)
+        rows = whole_run(folder, alone.family).measured(alone.task)
         others = _others(rows)
         ours = f"**{_times_floor(rows[OURS]):.2f}** | {_best(others, _times_floor, 2)}"
         memory = f"**{_mib(rows[OURS]):.0f}** | {_best(others, _mib, 0)}"
         label = spaced(alone.task) if alone.family == "base_kernels" else ", ".join(name_and_shape(alone.task))
         lines.append(f"| {label} | {ours} | {memory} | {alone.note} |")
-    where = _gathered([_where(found(folder, alone.family), alone.task) for alone in ALONE])
+    where = _gathered([_where(whole_run(folder, alone.family), alone.task) for alone in ALONE])
     return "\n".join([*lines, "", f"{where}."])
 
 
@@ -249,7 +249,7 @@ def _gathered(sources: list[str]) -> str:
 
 def sources(folder: Path, shown: list[Step]) -> str:
     """Return cards, dates and files of the steps, and the versions of the peers."""
-    versions = found(folder, "trainers").environment["versions"]
+    versions = whole_run(folder, "trainers").environment["versions"]
     named = {"torch": "torch", "triton": "triton", "liger-kernel": "Liger-Kernel", "trl": "TRL"}
     peers = ", ".join(f"{label} {versions[name]}" for name, label in named.items() if name in versions)
     where = _gathered([step.source for step in shown])

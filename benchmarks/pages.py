@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import BASELINE, OURS, OURS_SHARED, STOCK
-from benchmarks.headline import LAYERS, alone_table
-from benchmarks.report import Run, kernels_markdown, name_and_shape, newest, spaced
+from benchmarks.headline import LAYERS, alone_table, whole_run
+from benchmarks.report import Run, kernels_markdown, name_and_shape, spaced
 
 Row = dict[str, Any]
 LABELS = {
@@ -25,18 +25,6 @@ LABELS = {
     "cut-cross-entropy": "CCE",
     "quack-kernels": "QuACK",
 }
-
-
-def whole_run(folder: Path, family: str) -> Run:
-    """Return the newest whole run of a family.
-
-    Raises:
-        ValueError: there is none.
-    """
-    run = newest(folder, family)
-    if run is None:
-        raise ValueError(f"{folder} has no whole run of {family}")
-    return run
 
 
 def named(run: Run, *packages: str) -> str:

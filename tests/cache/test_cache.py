@@ -59,6 +59,7 @@ def test_a_reference_cache_has_the_scores(model: Any, tmp_path: Path) -> None:
         ids = torch.tensor([row["input_ids"]])
         alone = {"input_ids": ids, "labels": torch.tensor([row.get("labels", row["input_ids"])])}
         expected = score(model, alone, ("logps", "lse"), temperature=0.7)
+        # float32 products of a padded batch, beside those of one sequence: the order of their sums differs.
         torch.testing.assert_close(found["logps"], expected.logps[0], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(found["lse"], expected.lse[0], rtol=1e-5, atol=1e-5)
         assert torch.equal(found["input_ids"], ids[0]) and torch.equal(found["labels"], alone["labels"][0])
@@ -78,6 +79,7 @@ def test_a_teachers_cache_is_its_top_k_in_a_shuffled_loader(model: Any, tmp_path
         online = teacher_top_k(model, {x: batch[x] for x in ("input_ids", "attention_mask", "labels")}, 5,
                                temperature=2.0, vocab_size=120)  # fmt: skip
         counts = next_tokens(batch) != -100
+        # float32 products of other batches: the order of their sums differs.
         torch.testing.assert_close(batch["teacher"].logps[counts], online.logps[counts], rtol=1e-5, atol=1e-5)
         assert torch.equal(batch["teacher"].ids[counts], online.ids[counts])
         assert (batch["teacher"].logps[~counts] == -torch.inf).all() and batch["teacher"].temperature == 2.0

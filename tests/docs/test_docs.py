@@ -253,7 +253,7 @@ def test_the_leading_table_is_no_selection():
     from benchmarks import harness, headline
 
     shown = {(gain.family, gain.task) for gain in headline.GAINS}
-    for task in headline.found(harness.RESULTS, "trainers").cells:
+    for task in headline.whole_run(harness.RESULTS, "trainers").cells:
         assert "llama-3.2-1b" not in task or ("trainers", task) in shown, task
     assert any(float(step.over(0)) < 1 for step in headline.steps(harness.RESULTS))
 

@@ -54,6 +54,7 @@ def assert_equal(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 def assert_close(grads: Iterable[Tensor], leaves: Batch, expected: dict[str, Tensor], of: str = "") -> None:
     """Compare gradients by the leaves with the expected ones by name."""
+    # float64: elements that cancel to near 0 keep the absolute error of their sums.
     for name, gradient in zip(leaves, grads, strict=True):
         torch.testing.assert_close(gradient, expected[name], rtol=1e-12, atol=1e-14, msg=f"{of} {name}")
 

@@ -378,7 +378,7 @@ def test_releases_of_triton_whose_launch_is_known(version: str, known: bool) -> 
     assert private._runs_as_we_know(version) is known
 
 
-@pytest.mark.skipif(not private.KNOWS_TRITON, reason="Triton launches in this release")
+@pytest.mark.skipif(not private.KNOWS_TRITON, reason="of this release no launch is remembered: Triton launches")
 def test_the_installed_triton_runs_kernels_as_a_remembered_launch_does() -> None:
     """Its own launch passes the same arguments in the same order; in place of None, what hooks want.
 
