@@ -1,0 +1,157 @@
+"""Time whole SFT and DPO steps of a model unchanged and patched, eager and with compiled layers, in turns.
+
+    python -m benchmarks.patched_steps                              SmolLM2-135M, Qwen2.5-0.5B and Llama-3.2-1B
+    python -m benchmarks.patched_steps smollm2-135m:4:256           model:sequences:length
+    python -m benchmarks.patched_steps --parts smollm2-135m:4:256   the head and the layers alone as well
+
+A step is forward, backward and AdamW in bfloat16 on random tokens, with a learning rate of 0. DPO is written in plain
+PyTorch on the model's logits: half of the sequences are chosen, the others rejected, and the reference's log-probabilities are given.
+Steps of 32,768 tokens or more recompute their layers (gradient checkpointing).
+
+    ms         median of a step, until the device is done
+    host       median until the host has launched forward and backward
+    MiB        peak above weights and optimizer state
+    of stock   ms over stock's, of the same run, eager or compiled like itself
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from benchmarks import models
+from benchmarks.harness import DEVICE, OURS, RESULTS, STOCK, RowsFile, peak_mib, synchronize
+from benchmarks.preference import BETA
+from liger_chunked import apply_liger_kernel
+
+SHAPES = [
+    f"{name}:{batch}"
+    for name in ("smollm2-135m", "qwen2.5-0.5b", "llama-3.2-1b")
+    for batch in ("4:256", "4:1024", "32:1024")
+]
+SMALL = ["tiny-llama:2:32"]
+CHECKPOINTED = 32768  # tokens
+
+
+@contextmanager
+def head_alone(model: PreTrainedModel, fused: bool) -> Iterator[None]:
+    apply_liger_kernel(model, rope=False, rms_norm=False, swiglu=False)
+    yield
+
+
+@contextmanager
+def layers_alone(model: PreTrainedModel, fused: bool) -> Iterator[None]:
+    apply_liger_kernel(model, fused_linear_cross_entropy=False)
+    yield
+
+
+WHOLE = {STOCK: models.nobody, OURS: models.ours}
+PARTS = {STOCK: models.nobody, "head": head_alone, "layers": layers_alone, OURS: models.ours}
+
+
+def sft(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+
+def dpo(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    nll = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(len(ids), -1)
+    chosen, rejected = nll.sum(-1).neg().chunk(2)
+    return -F.logsigmoid(BETA * (chosen - rejected)).mean()
+
+
+LOSSES: dict[str, Callable[[PreTrainedModel, Tensor], Tensor]] = {"SFT": sft, "DPO": dpo}
+
+
+class Contender:
+    """A model that trains; `parts()` runs a step and returns the host's seconds of its two passes, and all seconds."""
+
+    def __init__(self, name: str, loss: str, ids: Tensor, patched: Any, compiled: bool) -> None:
+        self.model = models.build(name, checkpointing=ids.numel() >= CHECKPOINTED)
+        self.patched = patched(self.model, fused=True)
+        self.patched.__enter__()
+        if compiled:
+            for layer in self.model.model.layers:
+                layer.compile()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, fused=True)
+        self.loss, self.ids = LOSSES[loss], ids
+
+    def parts(self) -> tuple[float, float]:
+        synchronize()
+        start = time.perf_counter()
+        self.loss(self.model, self.ids).backward()
+        launched = time.perf_counter()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        synchronize()
+        return launched - start, time.perf_counter() - start
+
+    def close(self) -> None:
+        self.patched.__exit__(None, None, None)
+
+
+def measure(shape: str, loss: str, compiled: bool, contenders: dict[str, Any], turns: int) -> list[dict[str, Any]]:
+    name, batch, length = shape.split(":")
+    torch.manual_seed(1)
+    ids = torch.randint(models.vocabulary(name), (int(batch), int(length)), device=DEVICE)
+    torch._dynamo.reset()
+    steps = {kind: Contender(name, loss, ids, patched, compiled) for kind, patched in contenders.items()}
+    rows = {kind: {"shape": shape, "loss": loss, "compiled": compiled, "contender": kind} for kind in steps}
+    found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in steps}
+    for kind, step in steps.items():
+        step.parts()
+        step.parts()
+        rows[kind]["MiB"] = peak_mib(step.parts, ())
+    for _ in range(turns):
+        for kind, step in steps.items():
+            found[kind].append(step.parts())
+    for kind, row in rows.items():
+        host, whole = (statistics.median(seconds) * 1e3 for seconds in zip(*found[kind], strict=True))
+        row |= {"ms": round(whole, 2), "host": round(host, 2), "tokens_per_s": round(ids.numel() / whole * 1e3)}
+        row["of stock"] = round(row["ms"] / rows[STOCK]["ms"], 3)
+    for step in steps.values():
+        step.close()
+    return list(rows.values())
+
+
+def main() -> Path:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shapes", nargs="*", default=SHAPES if DEVICE == "cuda" else SMALL)
+    parser.add_argument("--turns", type=int, default=11)
+    parser.add_argument("--seconds", type=float, default=3600, help="start no table after this time")
+    parser.add_argument("--parts", action="store_true", help="time the head and the layers alone as well")
+    parser.add_argument("--losses", nargs="+", default=list(LOSSES), choices=LOSSES)
+    parser.add_argument("--layers", nargs="+", default=["eager", "compiled"], choices=["eager", "compiled"])
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
+    given = parser.parse_args()
+    kept = RowsFile(given.out, "patched_steps")
+    end = time.monotonic() + given.seconds
+    for shape in given.shapes:
+        for layers in given.layers:
+            for loss in given.losses:
+                if time.monotonic() > end:
+                    return kept.path
+                compiled = layers == "compiled"
+                for row in measure(shape, loss, compiled, PARTS if given.parts else WHOLE, given.turns):
+                    kept.add(row)
+                    print(row, flush=True)
+                gc.collect()
+                if DEVICE == "cuda":
+                    torch.cuda.empty_cache()
+    return kept.path
+
+
+if __name__ == "__main__":
+    main()
