@@ -68,6 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.addinivalue_line("markers", "triton: reaches the Triton kernels wherever they run")
     config.addinivalue_line("markers", "ordinary_memory: runs outside deterministic mode")
+    config.addinivalue_line("markers", "stock_layers: patched layers leave a CPU to stock code, as for users")
     config.addinivalue_line("markers", "exhaustive: runs with --exhaustive only")
     config.addinivalue_line(
         "markers", "sampled(n=1, *, interpreted=True): runs n combinations per value without --exhaustive"
@@ -248,6 +249,16 @@ def poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
 def expects_triton(device: str) -> bool:
     """Return whether this process uses the Triton kernels for float32 tensors on `device`."""
     return device == "cuda" or backend.INTERPRETED
+
+
+@pytest.fixture(autouse=True)
+def layers_on_a_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let patched layers run our code on a CPU, as on a GPU, in place of stock's."""
+    layers = sys.modules.get("liger_chunked.integrations.transformers.layers")
+    with pytest.MonkeyPatch.context() as patch:
+        if layers is not None and not request.node.get_closest_marker("stock_layers"):
+            patch.setattr(layers, "kernels_serve", lambda x: True)
+        yield
 
 
 @pytest.fixture(scope="module")

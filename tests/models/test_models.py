@@ -219,6 +219,20 @@ def test_each_switch_alone(tiny, fresh, calls):
         assert_same_step(ours, stock)
 
 
+@pytest.mark.stock_layers
+@pytest.mark.skipif(INTERPRETED, reason="kernels run on the CPU")
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mixtral"])
+def test_without_kernels_layers_are_stock(name, calls):
+    model, arguments = BY_ID[name].build(), labelled(BY_ID[name])
+    stock = step(model, arguments)
+    applied = apply_liger_kernel(model, fused_linear_cross_entropy=False)
+    assert len(applied.replaced) > 2
+    calls.clear()
+    ours = step(model, arguments)
+    assert not calls and ours[0].loss.equal(stock[0].loss)
+    assert all(g.equal(stock[1][parameter]) for parameter, g in ours[1].items())
+
+
 class CallsInside:
     def forward(self, hidden):
         def loss(logits):

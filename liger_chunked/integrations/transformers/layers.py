@@ -18,6 +18,7 @@ from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from liger_chunked.kernels import liger_cross_entropy
+from liger_chunked.kernels.backend import use_triton
 from liger_chunked.layers.glu import liger_geglu, liger_swiglu, unobserved
 from liger_chunked.layers.layer_norm import liger_layer_norm
 from liger_chunked.layers.relu_squared import liger_relu_squared
@@ -35,6 +36,8 @@ class Layer:
     - `refusal`: returns why `run` cannot serve given attributes, or None
     - `optional`: attributes that may be missing; `run` then gets None
     - `is_mlp`: whether `tiled_mlp` serves it: token-wise, with the weights of one MLP
+    - `everywhere`: whether `run` serves devices and dtypes without our kernels too, such as a CPU and float64; `method`
+      stays as it is there otherwise
     """
 
     run: Callable[..., Any]
@@ -44,6 +47,7 @@ class Layer:
     optional: tuple[str, ...] = ()
     inputs: int = 1
     is_mlp: bool = False
+    everywhere: bool = True
 
     @property
     def is_norm(self) -> bool:
@@ -265,77 +269,84 @@ def _experts_refusal(act_fn: Any, config: Any, has_gate: bool) -> str | None:
     return _activation_refusal(act_fn)
 
 
-RMS_NORM = Layer(_rms_norm, "rms_norm")
+def kernels_serve(x: Tensor) -> bool:
+    """Whether kernels run on a layer's input. Elsewhere the layers' PyTorch code would only be slower than stock's."""
+    return use_triton(x)
+
+
+_kernel = functools.partial(Layer, everywhere=False)
+
+RMS_NORM = _kernel(_rms_norm, "rms_norm")
 """`weight * normalized`, rounded before the product (Llama)."""
 
-RMS_NORM_FP32 = Layer(_rms_norm_fp32, "rms_norm")
+RMS_NORM_FP32 = _kernel(_rms_norm_fp32, "rms_norm")
 """`weight * normalized`, rounded after the product (OLMo 2)."""
 
-RMS_NORM_OFFSET = Layer(_rms_norm_offset, "rms_norm")
+RMS_NORM_OFFSET = _kernel(_rms_norm_offset, "rms_norm")
 """`(1 + weight) * normalized`, rounded after the product (Gemma)."""
 
-RMS_NORM_SCALED = Layer(_rms_norm_scaled, "rms_norm", optional=("weight",))
+RMS_NORM_SCALED = _kernel(_rms_norm_scaled, "rms_norm", optional=("weight",))
 """`RMS_NORM_FP32`, without a weight unless `with_scale` (Gemma 4)."""
 
-RMS_NORM_BARE = Layer(_rms_norm_bare, "rms_norm")
+RMS_NORM_BARE = _kernel(_rms_norm_bare, "rms_norm")
 """RMSNorm without a weight (NanoChat)."""
 
-RMS_NORM_GATED = Layer(_rms_norm_gated, "rms_norm", refusal=_gated_refusal, inputs=2)
+RMS_NORM_GATED = _kernel(_rms_norm_gated, "rms_norm", refusal=_gated_refusal, inputs=2)
 """`RMS_NORM` times the activation of a gate (Qwen3-Next)."""
 
-RMS_NORM_GATED_FP32 = Layer(_rms_norm_gated_fp32, "rms_norm", refusal=_gated_refusal, inputs=2)
+RMS_NORM_GATED_FP32 = _kernel(_rms_norm_gated_fp32, "rms_norm", refusal=_gated_refusal, inputs=2)
 """`RMS_NORM_FP32` times the activation of a gate, rounded once (Kimi Linear)."""
 
-RMS_NORM_GATE_FIRST = Layer(_rms_norm_gate_first, "rms_norm", inputs=2)
+RMS_NORM_GATE_FIRST = _kernel(_rms_norm_gate_first, "rms_norm", inputs=2)
 """`RMS_NORM` of `x * silu(gate)`, by groups of columns (Mamba 2)."""
 
 # Older transformers, such as 5.5, write these two layers without the attributes `activation` and `group_size`.
-_RMS_NORM_GATED_SILU = Layer(_rms_norm_gated_silu, "rms_norm", inputs=2)
-_RMS_NORM_GATE_FIRST_ONE_GROUP = Layer(_rms_norm_gate_first_one_group, "rms_norm", inputs=2)
+_RMS_NORM_GATED_SILU = _kernel(_rms_norm_gated_silu, "rms_norm", inputs=2)
+_RMS_NORM_GATE_FIRST_ONE_GROUP = _kernel(_rms_norm_gate_first_one_group, "rms_norm", inputs=2)
 
-LAYER_NORM = Layer(_layer_norm, "layer_norm", refusal=_layer_norm_refusal)
+LAYER_NORM = _kernel(_layer_norm, "layer_norm", refusal=_layer_norm_refusal)
 """`nn.LayerNorm` over the last dimension."""
 
-LAYER_NORM_SCALED = Layer(_layer_norm_scaled, "layer_norm", refusal=_scaled_refusal)
+LAYER_NORM_SCALED = _kernel(_layer_norm_scaled, "layer_norm", refusal=_scaled_refusal)
 """LayerNorm with a weight (Cohere)."""
 
-LAYER_NORM_BARE = Layer(_layer_norm_bare, "layer_norm", refusal=_bare_refusal)
+LAYER_NORM_BARE = _kernel(_layer_norm_bare, "layer_norm", refusal=_bare_refusal)
 """LayerNorm without weight and bias (OLMo)."""
 
-RELU_SQUARED = Layer(_relu_squared, "relu_squared")
+RELU_SQUARED = _kernel(_relu_squared, "relu_squared")
 """The activation `relu(x)**2` (Nemotron, Arcee)."""
 
-GLU_SPARSE = Layer(_sparse_glu, refusal=_activation_refusal, is_mlp=True)
+GLU_SPARSE = _kernel(_sparse_glu, refusal=_activation_refusal, is_mlp=True)
 """`GLU` of each token's gates above a normal quantile, `activation_sparsity` (Gemma 3n)."""
 
-GLU = Layer(_glu, refusal=_activation_refusal, is_mlp=True)
+GLU = _kernel(_glu, refusal=_activation_refusal, is_mlp=True)
 """`down_proj(act_fn(gate_proj(x)) * up_proj(x))`."""
 
-SILU_GLU = Layer(_silu_glu, "swiglu", is_mlp=True)
+SILU_GLU = _kernel(_silu_glu, "swiglu", is_mlp=True)
 """`GLU` whose activation is `F.silu` (LFM 2)."""
 
-PACKED_GLU = Layer(_packed_glu, refusal=_activation_refusal, is_mlp=True)
+PACKED_GLU = _kernel(_packed_glu, refusal=_activation_refusal, is_mlp=True)
 """`GLU` with one `gate_up_proj`, whose output holds gate, then up."""
 
-GLU_LIMITED = Layer(_limited_glu, "swiglu", refusal=_silu_refusal, is_mlp=True)
+GLU_LIMITED = _kernel(_limited_glu, "swiglu", refusal=_silu_refusal, is_mlp=True)
 """`GLU` with SiLU, of a clamped gate and up (DeepSeek-V4)."""
 
-PACKED_GLU_CLAMPED = Layer(_clamped_packed_glu, "swiglu", is_mlp=True)
+PACKED_GLU_CLAMPED = _kernel(_clamped_packed_glu, "swiglu", is_mlp=True)
 """`EXPERTS_CLAMPED` as an MLP (MiniMax-M3)."""
 
-EXPERTS_INTERLEAVED = Layer(_interleaved_gate, "swiglu", "_apply_gate")
+EXPERTS_INTERLEAVED = _kernel(_interleaved_gate, "swiglu", "_apply_gate")
 """Experts' clamped `(up + 1) * gate * sigmoid(alpha * gate)`, of neighbouring columns (GPT-OSS)."""
 
-EXPERTS_CLAMPED = Layer(_clamped_gate, "swiglu", "_apply_gate")
+EXPERTS_CLAMPED = _kernel(_clamped_gate, "swiglu", "_apply_gate")
 """The same of halves (MiniMax-M3)."""
 
-EXPERTS_LIMITED = Layer(_limited_gate, "swiglu", "_apply_gate", refusal=_silu_refusal, optional=("act_fn",))
+EXPERTS_LIMITED = _kernel(_limited_gate, "swiglu", "_apply_gate", refusal=_silu_refusal, optional=("act_fn",))
 """Experts' SwiGLU of a clamped gate and up (DeepSeek-V4)."""
 
-EXPERTS_STACKED = Layer(_stacked_experts, refusal=_activation_refusal)
+EXPERTS_STACKED = _kernel(_stacked_experts, refusal=_activation_refusal)
 """Experts that take the same number of tokens each (Llama 4)."""
 
-EXPERTS = Layer(_experts_gate, method="_apply_gate", refusal=_experts_refusal)
+EXPERTS = _kernel(_experts_gate, method="_apply_gate", refusal=_experts_refusal)
 """Experts with 3-D parameters that call `_apply_gate`."""
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from liger_chunked.deferred.swap import STOCK, Patch, patch_of, patched_class, set_patch, stock_class
+from liger_chunked.integrations.transformers import layers
 from liger_chunked.integrations.transformers.experts import EXPERTS_GATE, experts_method
 from liger_chunked.integrations.transformers.layers import Binding
 from liger_chunked.integrations.transformers.overrides import rope_of
@@ -72,9 +73,9 @@ class RopePatch(Patch):
 def add_rope(module: str, name: str) -> str:
     """Add a rotary function of ours to a module, beside the stock one, and return its name there.
 
-    It calls what the module has in the place of the stock function: where somebody replaced that, where no kernel
-    computes it, because a pickled model met another version of its modeling file, under transforms of torch.func, and
-    in compiled graphs, as layers do (`layer_method`).
+    It calls what the module has in the place of the stock function: where somebody replaced that, where no kernel runs
+    or computes it, because a pickled model met another version of its modeling file, under transforms of torch.func,
+    and in compiled graphs, as layers do (`layer_method`).
     """
     owner = importlib.import_module(module)
     stock = getattr(owner, name)
@@ -83,7 +84,8 @@ def add_rope(module: str, name: str) -> str:
     @functools.wraps(stock)
     def rotated(*args: Any, **kwargs: Any) -> Any:
         current = getattr(owner, name)
-        if current is not stock or ours is None or torch.compiler.is_compiling() or transforms_are_active():
+        stays = current is not stock or ours is None or torch.compiler.is_compiling() or transforms_are_active()
+        if stays or not layers.kernels_serve(args[0] if args else next(iter(kwargs.values()))):
             return current(*args, **kwargs)
         return ours(*args, **kwargs)
 
@@ -109,9 +111,9 @@ def _rotating(cls: Any, name: str, added: dict[str, str]) -> Any:
 def layer_method(binding: Binding, cls: Any, stock: Method, tokens: Tokens) -> Method:
     """Compile a method like `stock` of `cls` that passes inputs and attributes to the layer, whole or in tiles.
 
-    It runs the method of `cls` instead, once that is no longer `stock`: the user replaced it. So it does in a compiled
-    graph, unless in tiles: Inductor fuses stock code, while an operator of ours costs a call through Python. Each has
-    its own code, because Dynamo limits a code's compilations.
+    It runs the method of `cls` instead, once that is no longer `stock`: the user replaced it. So it does, unless in
+    tiles, in a compiled graph, where Inductor fuses stock code while an operator of ours costs a call through Python,
+    and where no kernel runs. Each has its own code, because Dynamo limits a code's compilations.
     """
     name = binding.layer.method
     owner, *parameters = inspect.signature(stock).parameters.values()
@@ -121,10 +123,14 @@ def layer_method(binding: Binding, cls: Any, stock: Method, tokens: Tokens) -> M
     attributes = "".join(
         f", {owner.name}.{n}" if needed else f", getattr({owner.name}, {n!r}, None)" for n, needed in reads
     )
-    compiled = " or _compiling()" if tokens is False else ""
-    replaced = f"    if _cls.{name} is not _stock{compiled}:\n        return _cls.{name}({owner.name}, {inputs})\n"
+    stays = [f"_cls.{name} is not _stock"]
+    if tokens is False:
+        stays.append("_compiling()")
+        if not binding.layer.everywhere:
+            stays.append(f"not _layers.kernels_serve({parameters[0].name})")
+    replaced = f"    if {' or '.join(stays)}:\n        return _cls.{name}({owner.name}, {inputs})\n"
     namespace: dict[str, Any] = {"_layer": binding.layer.run, "_cls": cls, "_stock": stock}
-    namespace["_compiling"] = torch.compiler.is_compiling
+    namespace |= {"_compiling": torch.compiler.is_compiling, "_layers": layers}
     in_tiles = ""
     if tokens is not False and binding.layer.is_norm:
         namespace |= {"_follows": follows_tiles, "_after": after_tiles}
