@@ -52,7 +52,7 @@ def token_means(values: Mapping[str, Tensor], mask: Tensor, shape: torch.Size, d
         dtype: of the means.
     """
     valid = mask.reshape(shape)
-    sums = torch.where(valid, torch.stack([x.reshape(shape).to(dtype) for x in values.values()]), 0.0).sum(-1)
+    sums = torch.where(valid, torch.stack([x.reshape(shape) for x in values.values()]).to(dtype), 0.0).sum(-1)
     lengths = valid.sum(-1)
     of_all, by_sequence = sums.sum(-1) / lengths.sum().clamp(min=1), sums / lengths
     return Means(*(dict(zip(values, x.unbind(), strict=True)) for x in (of_all, by_sequence)))

@@ -151,7 +151,7 @@ class _ClipsRatio(_Bounded):
         largest, highest = math.inf if delta is None else delta, 1 + self.epsilon_high
         low = _where(r.advantages < 0, r.advantages, 1 - self.epsilon_low, -math.inf)
         high = _where(r.advantages > 0, r.advantages, min(largest, highest), max(largest, highest))
-        return -r.ratio.clamp(low, high) * r.advantages
+        return r.ratio.clamp(low, high) * -r.advantages
 
     def _clipped(self, r: Rollouts, delta: float | None) -> Clipped:
         ratio = r.ratio if delta is None else r.ratio.clamp(max=delta)
@@ -230,7 +230,7 @@ class Reinforce(Surrogate):
     scope = "token"
 
     def cost(self, rollouts: Rollouts) -> Tensor:
-        return -rollouts.ratio * rollouts.advantages
+        return rollouts.ratio * -rollouts.advantages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,7 +328,7 @@ class GMPO(_Bounded):
         low = _where(r.advantages < 0, r.advantages, -self.epsilon_low, -math.inf)
         high = _where(r.advantages > 0, r.advantages, self.epsilon_high, math.inf)
         log_ratio = (r.logps - r.old_logps).clamp(low, high)
-        return -saturating_exp(sum_of_logs(log_ratio) / r.lengths) * r.advantages
+        return saturating_exp(sum_of_logs(log_ratio) / r.lengths) * -r.advantages
 
     def clipped(self, rollouts: Rollouts) -> Clipped:
         return self._outside(rollouts.logps - rollouts.old_logps, rollouts)
@@ -417,7 +417,7 @@ class SAPO(Surrogate):
         r = rollouts
         temperature = _where(r.advantages > 0, r.advantages, self.sapo_temperature_pos, self.sapo_temperature_neg)
         gate = 4 / temperature * torch.sigmoid(temperature * (r.ratio - 1))
-        return -gate * r.advantages
+        return gate * -r.advantages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -529,7 +529,7 @@ class KLCov(Surrogate):
     def cost(self, rollouts: Rollouts) -> Tensor:
         r = rollouts
         penalized = _highest(_covariance(r), self.kl_cov_ratio, r, r.mask)
-        return -r.ratio * r.advantages + self.ppo_kl_coef * torch.where(penalized, r.log_ratio.abs(), 0.0)
+        return r.ratio * -r.advantages + self.ppo_kl_coef * torch.where(penalized, r.log_ratio.abs(), 0.0)
 
 
 # Trust regions
