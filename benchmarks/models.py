@@ -91,6 +91,16 @@ CUT: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         },
     ),
+    "qwen2.5-0.5b-4l": (
+        "qwen2",
+        {
+            **_QWEN_2_5,
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 14,
+        },
+    ),
     "gpt-oss-20b-4l": ("gpt_oss", {"vocab_size": 201088, "num_hidden_layers": 4, "num_local_experts": 32}),
     "qwen3-next-80b-a3b-2l": (
         "qwen3_next",
