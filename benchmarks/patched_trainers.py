@@ -6,11 +6,11 @@ python -m benchmarks.patched_trainers --task DPO       trainers whose name conta
 Both train from the same weights on the same rows, by `train()`. On a GPU the model has the head of Qwen2.5-0.5B and
 four of its layers. Two steps of plain descent in float32 show what a step computes:
 
-    rows         of the largest tensor with one value for each id of the vocabulary, as rows x V
-    products     matrix products with a head, in rows: 2 N H V operations are N
+    rows         of the largest tensor with one value for each id of the vocabulary, as rows x V, on a CPU
+    products     matrix products with a head, in rows: 2 N H V operations are N, on a CPU; a GPU's kernels compute tiles
     apart        largest difference of a parameter from stock's, and its ratio to the largest change of a parameter
 
-Then steps are timed, on a GPU with bfloat16's autocast, AdamW not included:
+Then steps without a change of the weights are timed, on a GPU with bfloat16's autocast, AdamW not included:
 
     ms, MiB      median time of `training_step`, and its peak memory above the start of the step
 
@@ -41,7 +41,7 @@ from benchmarks.trainers import dataset, tokenizer
 from benchmarks.trl_kinds import DATA, KINDS, Kind, around_generate, measured
 from liger_chunked.integrations.trl import patch_trl
 
-N_TIMED = 3
+N_TIMED = 9
 
 
 class Size(NamedTuple):
@@ -74,14 +74,14 @@ def data(kind: Kind, n: int) -> list[dict[str, Any]]:
     return [made(i, text(SIZE.prompt, i), text(longest, i), text(longest, i + 1)) for i in range(n)]
 
 
-def build(kind: Kind, patched: bool, folder: Path, n_steps: int, bf16: bool) -> Any:
+def build(kind: Kind, patched: bool, folder: Path, n_steps: int, bf16: bool, rate: float) -> Any:
     """Return a trainer of `n_steps` steps. `folder` has a tokenizer."""
     n = SIZE.prompts if kind.data in ("prompts", "privileged") else SIZE.rows
     settings: dict[str, Any] = {
         "output_dir": str(folder / "out"),
         "max_steps": n_steps,
         "per_device_train_batch_size": n,
-        "learning_rate": 0.1,
+        "learning_rate": rate,
         "optim": "sgd",  # AdamW would turn the rounding of a zero gradient into a step
         "use_cpu": DEVICE == "cpu",
         "bf16": bf16,
@@ -157,7 +157,8 @@ class PatchedRow(Row):
     apart: tuple[float, float] | None = None
 
     def measured(self, first: Any) -> str:
-        line = f"{self.rows:6d} x V  {self.products:9.0f} products  {self.ms:8.1f} ms"
+        line = "" if self.rows is None else f"{self.rows:6d} x V  {self.products:9.0f} products  "
+        line += f"{self.ms:8.1f} ms"
         line += "" if self.mib is None else f"  {self.mib:7.0f} MiB"
         if self.apart is not None:
             line += "  apart {:.1e} ({:.1e} of the change)".format(*self.apart) + f"  time x{first.ms / self.ms:.2f}"
@@ -169,19 +170,22 @@ def measure(table: Table, kind: Kind, folder: Path) -> None:
     of_stock: dict[str, Tensor] = {}
 
     def fill(row: PatchedRow, patched: bool) -> None:
-        trainer = build(kind, patched, folder, n_steps=2, bf16=False)
+        trainer = build(kind, patched, folder, n_steps=2, bf16=False, rate=0.1)
         before = {name: x.detach().clone() for name, x in trainer.model.named_parameters()}
-        watched = measured(trainer)
-        row.rows, row.products = watched.rows, watched.products
+        if DEVICE == "cpu":
+            watched = measured(trainer)
+            row.rows, row.products = watched.rows, watched.products
+        else:
+            trainer.train()
         after = {name: x.detach() for name, x in trainer.model.named_parameters()}
         if patched and of_stock:
             apart, change = (max((x - of_stock[n]).abs().max().item() for n, x in y.items()) for y in (after, before))
             row.apart = apart, apart / change
         elif not patched:
             of_stock.update(after)
-        del trainer, before, after, watched
+        del trainer, before, after
         gc.collect()
-        trainer = build(kind, patched, folder, n_steps=1 + N_TIMED, bf16=DEVICE == "cuda")
+        trainer = build(kind, patched, folder, n_steps=1 + N_TIMED, bf16=DEVICE == "cuda", rate=0.0)
         timer = Timer(trainer)
         trainer.train()
         row.ms = round(median(timer.ms[1:]), 3)
