@@ -5,7 +5,8 @@
     python -m benchmarks.patched_steps --parts smollm2-135m:4:256   the head and the layers alone as well
 
 A step is forward, backward and AdamW in bfloat16 on random tokens, with a learning rate of 0. DPO is written in plain
-PyTorch on the model's logits, without a reference: half of the sequences are chosen, the others rejected. Steps of 32,768 tokens or more recompute their layers (gradient checkpointing).
+PyTorch on the model's logits, without a reference: half of the sequences are chosen, the others rejected. Steps of
+32,768 tokens or more recompute their layers (gradient checkpointing).
 
     ms         median of a step, until the device is done
     host       median until the host has launched forward and backward
