@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import eager
 import pytest
 import torch
-from sampling import slow_interpreted
 from spies import Memory
 from table import Batch, evaluate, moved, relative_error
 from torch import Tensor
@@ -156,38 +155,12 @@ def test_settings(settings, device, passes):
     assert passes
 
 
-@pytest.mark.triton
-def test_wide_hidden_states(device, passes):
-    """Float32 logits take longer than the fused epilogue, for any width. The budget is that of exponentials."""
-    generator = torch.Generator().manual_seed(6)
-    weight, input = (torch.randn(n, 3080, generator=generator, dtype=torch.float64) for n in (136, 24))
-    batch = {"weight": weight / 3080**0.5, "input": input, "target": torch.arange(24)}
-
-    def ours(batch: Batch) -> Tensor:
-        return LigerFusedLinearCrossEntropyLoss(logits_dtype=torch.float32, logits_budget=2 * 9 * 136)(**batch)
-
-    assert_error_is_that_of_eager_code(ours, lambda batch: eager.cross_entropy(**batch), batch, device=device)
-    assert passes == [9, 9, 6]
-
-
 @pytest.mark.few(1)
 @pytest.mark.triton
 @pytest.mark.parametrize("trainable", ["weight", "input"])
 def test_frozen(trainable, device, passes):
     compare_cross_entropy(tokens(2), device, trainable=(trainable,))
     assert passes
-
-
-@pytest.mark.triton
-def test_one_chunk(device, passes):
-    """With one chunk, dW is written once in bfloat16, without an accumulator for the target rows; a frozen head
-    has none either."""
-    batch = moved(tokens(2), torch.bfloat16, device)
-    loss = LigerFusedLinearCrossEntropyLoss()
-    evaluate(lambda batch: loss(**batch), batch)
-    assert not passes
-    evaluate(lambda batch: loss(**batch), batch, trainable=("input",))
-    assert passes == [36]
 
 
 @pytest.mark.triton
@@ -203,16 +176,6 @@ def test_strided_inputs(device, passes):
     for name, x in {"loss": value.detach(), **gradients}.items():
         assert torch.equal(x, together[name]), name
     assert passes
-
-
-@slow_interpreted  # one thread repeats itself
-@pytest.mark.triton
-def test_bitwise_repeatable(device, passes):
-    batch = moved(lost(alternating(tokens(4))), torch.bfloat16, device)
-    loss = LigerFusedLinearCrossEntropyLoss(logits_budget=BUDGET)
-    first, second = (evaluate(lambda batch: loss(**batch), batch) for _ in range(2))
-    for name in first:
-        assert torch.equal(first[name], second[name]), name
 
 
 def sequences(seed: int, n: int = 4, length: int = 10) -> Batch:
@@ -394,14 +357,6 @@ def test_wide_tiles(capability, setting, monkeypatch):
     for text in (None, "9", "10", "9, 10", ""):
         monkeypatch.setattr(backend, "WIDE_TILES", backend.wide_tiles_setting(text))
         assert backend.wide_tiles(capability) == (text in setting)
-
-
-@pytest.mark.few(4)
-@pytest.mark.parametrize("text", ["8", "12", "9;10", "blackwell", "9.0"])
-def test_a_wrong_setting_of_wide_tiles_is_refused(text):
-    expected = f"LIGER_CHUNKED_WIDE_TILES must list major compute capabilities among 9, 10, .* got {text!r}"
-    with pytest.raises(ValueError, match=expected):
-        backend.wide_tiles_setting(text)
 
 
 # Memory

@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import eager
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -176,29 +174,6 @@ def test_a_token_does_not_depend_on_the_batch() -> None:
     assert torch.equal(whole.logps[:1], one.logps)
 
 
-@pytest.mark.triton
-def test_layouts_of_hidden_states_and_upstream_gradients(device: str) -> None:
-    """The kernels read contiguous rows and gradients. `sum` expands its upstream gradient."""
-    generator = torch.Generator().manual_seed(0)
-    weight, x = (torch.randn(n, H, generator=generator).to(device) for n in (V, B * T))
-    target = torch.arange(B * T, device=device)
-    kept = KeptIds.from_lists(drawn_lists(target, mixed=False), device)
-
-    def gradients(x: Tensor, expanded: bool) -> list[Tensor]:
-        leaves = [weight.clone().requires_grad_(), x.detach().requires_grad_()]
-        stats = linear_token_stats(*leaves, target, outputs=("logps", "entropy"), kept=kept)
-        parts = [stats.logps, stats.entropy]
-        upstream = [torch.ones(()).to(part).expand(part.shape) for part in parts]
-        return [*torch.autograd.grad(parts, leaves, upstream if expanded else [g.contiguous() for g in upstream])]
-
-    apart = x.t().contiguous().t()
-    assert apart.stride() == (1, B * T)
-    expected = gradients(x, expanded=False)
-    for given, expanded in ((x, True), (apart, False)):
-        for found, same in zip(gradients(given, expanded), expected, strict=True):
-            torch.testing.assert_close(found, same)
-
-
 def test_no_logits_of_other_ids_are_read() -> None:
     """NaN in every other row of the head reaches neither values nor gradients."""
     given = batch(torch.float32)
@@ -216,42 +191,6 @@ def test_no_logits_of_other_ids_are_read() -> None:
     others = torch.ones(V, dtype=torch.bool)
     others[read] = False
     assert (weight.grad[others] == 0).all()
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize("options", [
-    {"beta": 0.1}, {"importance_level": "sequence", "temperature": 0.7},
-    {"reduction": "dapo", "entropy_coef": 0.05, "top_entropy_quantile": 0.5},
-])  # fmt: skip
-@both_ways
-def test_policy_losses(way: str, options: dict[str, Any]) -> None:
-    """Eager code gets logits with -inf at the other ids, by a bias."""
-    given = batch()
-    target, lists = given["target"], drawn_lists(given["target"])
-    generator = torch.Generator().manual_seed(5)
-    old, ref = (-2 + torch.randn(B, T, generator=generator, dtype=torch.float64) for _ in range(2))
-    sides = {"old_logps": old, "ref_logps": ref if options.get("beta") else None}
-    advantages = torch.tensor([1.0, -0.5], dtype=torch.float64)
-    leaves = [given["weight"].requires_grad_(), given["input"].requires_grad_()]
-    with WAYS[way]():
-        loss, metrics = LigerFusedLinearGRPOLoss(**options)(
-            leaves[0], leaves[1], target, advantages, kept=KeptIds.from_lists(lists), **sides
-        )
-    ours = torch.autograd.grad(loss, leaves)
-    # One column of hidden states per position, with a weight of 0 at kept ids and -inf at the others, masks the logits.
-    n = B * T
-    mask = torch.zeros(n, V, dtype=torch.float64)
-    mask = torch.where(masked(mask, lists) == 0, 0.0, -1e9)
-    wide = torch.cat([leaves[0], mask.T], 1)
-    selector = torch.eye(n, dtype=torch.float64).view(B, T, n)
-    expected, exact_metrics = eager.grpo(
-        wide, torch.cat([leaves[1], selector], -1), target, advantages, **sides, **options
-    )
-    exact = torch.autograd.grad(expected, leaves)
-    torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
-    for a, b in zip(ours, exact, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(metrics.entropy, exact_metrics["entropy"], rtol=1e-9, atol=1e-9)
 
 
 def test_a_reference_has_the_same_ids_and_temperatures() -> None:
@@ -397,42 +336,10 @@ def test_streams_of_a_gpu() -> None:
     assert torch.equal(run(kept), expected)
 
 
-@pytest.mark.parametrize("changed", ["ids", "offsets"])
-def test_ids_that_change_in_place(changed: str) -> None:
-    """Buffers that the ids of the next batch overwrite are sorted again."""
-    given = batch()
-    weight, target = given["weight"].requires_grad_(), given["target"].fill_(3)
-    everywhere = [[3, 5, 9, i + 10] for i in range(B * T)]
-    lists = {"ids": [ids[:1] + ids[:0:-1] for ids in everywhere], "offsets": [[3, 5], [*range(6)], *everywhere[2:]]}
-    kept, later = KeptIds.from_lists(everywhere), KeptIds.from_lists(lists[changed])
-    gradients = []
-    linear_token_stats(weight, given["input"], target, kept=kept)
-    for own, new in ((kept.ids, later.ids), (kept.offsets, later.offsets)):
-        own.copy_(new)
-    for ids in (kept, later):
-        logps = linear_token_stats(weight, given["input"], target, kept=ids).logps
-        assert logps is not None
-        gradients += torch.autograd.grad(logps.sum(), weight)
-    assert torch.equal(*gradients)
-
-
-def write_numpy(x: Tensor, new: Tensor) -> None:
-    x.numpy()[:] = new.numpy()
-
-
-def write_data(x: Tensor, new: Tensor) -> None:
-    x.data.copy_(new)
-
-
-def write_dlpack(x: Tensor, new: Tensor) -> None:
-    torch.from_dlpack(np.from_dlpack(x)).copy_(new)  # type: ignore[attr-defined]
-
-
 @both_ways
 @pytest.mark.parametrize("when", ["between calls", "before the backward"])
-@pytest.mark.parametrize("write", [write_numpy, write_data, write_dlpack])
 @pytest.mark.parametrize("whose", ["caller", "own"])
-def test_writes_that_torch_does_not_count(whose: str, write: Any, when: str, way: str) -> None:
+def test_writes_that_torch_does_not_count(whose: str, when: str, way: str) -> None:
     """A caller fills its buffers with the ids of the next batch: a `KeptIds` keeps the ids that it was made from."""
     given = batch()
     weight, target = given["weight"].requires_grad_(), given["target"].fill_(3)
@@ -442,16 +349,14 @@ def test_writes_that_torch_does_not_count(whose: str, write: Any, when: str, way
     kept = KeptIds(*buffers)
 
     def logps_of(ids: KeptIds) -> Tensor:
-        logps = linear_token_stats(weight, given["input"], target, kept=ids).logps
-        assert logps is not None
-        return logps
+        return linear_token_stats(weight, given["input"], target, kept=ids).logps
 
     with WAYS[way]():
         expected = logps_of(now)
         found = logps_of(kept)
         written = (kept.ids, kept.offsets) if whose == "own" else buffers
         for x, new in zip(written, (later.ids, later.offsets), strict=True):
-            write(x, new)
+            x.data.copy_(new)
         if when == "between calls":
             found = logps_of(kept)
         assert torch.equal(found, expected)
@@ -538,25 +443,18 @@ def test_ids_of_completions() -> None:
     assert KeptIds.from_completions([], target[:0]).positions == 0
 
 
-@pytest.mark.few(3)
-@pytest.mark.parametrize("made_there", [False, True])
 @both_ways
-def test_a_call_in_inference_mode_before_one_with_gradients(way: str, made_there: bool) -> None:
+def test_a_call_in_inference_mode_before_one_with_gradients(way: str) -> None:
     """As the old policy's, on the same ids, some positions of which have the whole vocabulary."""
     given = batch(torch.float32)
-    lists = drawn_lists(given["target"])
-    weight = given["weight"].requires_grad_()
+    weight, call = given["weight"].requires_grad_(), (given["input"], given["target"])
     gradients = []
     with WAYS[way]():
-        for calls_before in (False, True):
-            with torch.inference_mode(made_there):
-                kept = KeptIds.from_lists(lists)
-            if calls_before:
-                with torch.inference_mode():
-                    linear_token_stats(weight, given["input"], given["target"], kept=kept)
-            logps = linear_token_stats(weight, given["input"], given["target"], kept=kept).logps
-            assert logps is not None
-            gradients += torch.autograd.grad(logps.sum(), weight)
+        for before in (False, True):
+            with torch.inference_mode(before):
+                kept = KeptIds.from_lists(drawn_lists(given["target"]))
+                linear_token_stats(weight, *call, kept=kept)
+            gradients += torch.autograd.grad(linear_token_stats(weight, *call, kept=kept).logps.sum(), weight)
     assert torch.equal(*gradients)
 
 
