@@ -282,6 +282,36 @@ def relative_error(x: Tensor, exact: Tensor) -> float:
     return float((x.double() - exact).norm()) / (norm or 1.0)
 
 
+# The bound is a factor times the error of eager code in the same dtype. Both round the same numbers once, in another
+# order, which changes the norm of many errors by a few percent at most.
+FACTOR = 1.1
+
+
+def rms(errors: list[float], sizes: list[float]) -> float:
+    """Return the root mean square of errors, each relative to its batch's result: pooled errors would depend on the
+    largest batch only. Results that happen to cancel are divided by the median size instead."""
+    scales = torch.tensor(sizes, dtype=torch.float64)
+    scales = scales + scales.median()
+    return float((torch.tensor(errors, dtype=torch.float64) / scales).square().mean().sqrt())
+
+
+def assert_rounds_as_eager_code(
+    results: Iterable[tuple[Batch, Batch, Batch]], factor: float = FACTOR, dtypes: bool = True
+) -> None:
+    """Compare root mean squares of errors over batches, each with our results, eager code's, and the exact ones."""
+    errors: dict[str, list[tuple[float, float, float]]] = {}
+    for ours, by_eager, exact in results:
+        assert ours.keys() == by_eager.keys() == exact.keys()
+        for name in exact.keys() - {"loss"}:  # one number, whose error is small by chance
+            assert not dtypes or ours[name].dtype == by_eager[name].dtype
+            off = [float((result[name].double() - exact[name]).norm()) for result in (ours, by_eager)]
+            errors.setdefault(name, []).append((off[0], off[1], float(exact[name].norm())))
+    for name, found in errors.items():
+        of_ours, of_eager, sizes = map(list, zip(*found, strict=True))
+        error, bound = rms(of_ours, sizes), factor * rms(of_eager, sizes)
+        assert error <= bound, f"{name}: {error:.3e} against {bound:.3e}"
+
+
 # Rows
 
 

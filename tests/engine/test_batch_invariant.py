@@ -79,28 +79,6 @@ def test_bits_of_an_adapter_and_temperatures() -> None:
     compare(given, ALL, invariant(**given, outputs=ALL))
 
 
-@pytest.mark.few(1)
-@compiled_only
-@pytest.mark.parametrize("low_rank", [False, True])
-def test_bits_do_not_follow_the_strides_of_the_input(low_rank: bool) -> None:
-    generator = torch.Generator().manual_seed(0)
-    weight, input = (torch.randn(n, 65, generator=generator).half() for n in (1000, 17))
-    target = torch.randint(1000, (17,), generator=generator)
-    head: Tensor | AdaptedWeight = weight
-    by_column = input.t().contiguous().t()
-
-    def values(x: Tensor) -> list[Tensor]:
-        given = head if x is input or not low_rank else AdaptedWeight(weight, up, lambda _: u.t().contiguous().t())
-        stats = linear_token_stats(given, x, target, outputs=FLOATS, deterministic="batch")
-        return [getattr(stats, name) for name in FLOATS]
-
-    if low_rank:
-        up, u = (torch.randn(n, 65, generator=generator).half() / 8 for n in (1000, 17))
-        head = AdaptedWeight(weight, up, lambda _: u)
-    for name, a, b in zip(FLOATS, values(input), values(by_column), strict=True):
-        assert torch.equal(a, b), name
-
-
 def test_the_default_follows_the_batch() -> None:
     """Otherwise the tests above show nothing."""
     given = batch(torch.float32)

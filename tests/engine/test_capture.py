@@ -149,16 +149,6 @@ def test_an_eager_step_waits(row: Row) -> None:
     assert waits.found
 
 
-def test_packed_sequences_are_refused() -> None:
-    (row,) = rows("dpo-sigmoid")
-    batch = row.sample(SMALL, 0)
-    flat = {key: x.flatten(0, 1) if key in ("input", "target", "ref_input") else x for key, x in batch.items()}
-    flat["cu_seqlens"] = torch.arange(SMALL.sequences + 1) * SMALL.length
-    with capturing(), pytest.raises(ValueError, match=f"cu_seqlens {REFUSED}"):
-        row.ours(flat)
-    row.ours(flat)
-
-
 def garbage_where_ignored(batch: Batch, **fills: float) -> Batch:
     """Return a batch that holds these numbers at ignored tokens."""
     ignored = batch["target"] == -100
@@ -240,21 +230,6 @@ def test_what_ignored_tokens_hold_has_no_effect(name: str) -> None:
         ours = evaluate(loss, filled)
     assert not waits.found
     close(ours, evaluate(loss, batch))
-
-
-def test_masks_labels_and_temperatures() -> None:
-    (row,) = rows("grpo-advantages-of-tokens")
-    batch = with_temperature(row.sample(SMALL, 6))
-    batch["attention_mask"] = torch.ones_like(batch["target"], dtype=torch.float64)
-    batch["attention_mask"][:, 3] = 0
-    (kto,) = rows("kto-kl")
-    labelled = kto.sample(SMALL, 7)
-    labelled["preference_labels"] = labelled["preference_labels"].long()
-    for loss, given in ((lambda x: LigerFusedLinearGRPOLoss()(**x)[0], batch), (kto.ours, labelled)):
-        with capturing() as waits:
-            ours = evaluate(loss, given)
-        assert not waits.found
-        close(ours, evaluate(loss, given))
 
 
 def of_metrics(result: tuple[Tensor, Any]) -> dict[str, Tensor]:

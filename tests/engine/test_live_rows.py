@@ -23,6 +23,7 @@ from table import (
 from torch import Tensor
 
 from liger_chunked import (
+    AdaptedWeight,
     KeptIds,
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDPOLoss,
@@ -191,10 +192,18 @@ def test_products_of_other_losses(name):
     assert products(lambda batch: loss(batch, None), of_head(with_advantages(0.2))) == pytest.approx(forward + backward)
 
 
-@pytest.mark.parametrize("budget", [None, 8 * 97 * 37, 8 * 97, 8 * 30], ids=["one", "chunks", "token", "slices"])
-@pytest.mark.parametrize("name", OTHERS)
+def of_an_adapter(batch: Batch, budget: int | None) -> Tensor:
+    head = AdaptedWeight(batch["weight"], batch["weight"][:, :3].detach().flip(0), lambda x: x[..., 3:6])
+    return statistics({**batch, "weight": head}, budget)
+
+
+RESULTS = {name: loss for name, (loss, *_) in OTHERS.items()} | {"adapter": of_an_adapter}
+
+
+@pytest.mark.parametrize("budget", [None, 8 * 97 * 37, 8 * 30], ids=["one", "chunks", "slices"])
+@pytest.mark.parametrize("name", RESULTS)
 def test_results_of_other_losses(name, budget):
-    loss = partial(OTHERS[name][0], budget=budget)
+    loss = partial(RESULTS[name], budget=budget)
     batch = of_head(with_advantages(0.2))
     ours = evaluate(loss, batch)
     with all_rows(), pytest.MonkeyPatch.context() as patch:

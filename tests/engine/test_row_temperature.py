@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fresh_process import FreshProcesses
 from ranks import join
 from sampling import exhaustive
-from table import SMALL, relative_error, rollouts
+from table import SMALL, assert_rounds_as_eager_code, relative_error, rollouts
 from torch import Tensor
 
 from liger_chunked import (
@@ -177,39 +177,24 @@ def test_float32(transform: dict[str, Any], budget: int | None, device: str, pat
 )
 def test_bfloat16(transform: dict[str, Any], device: str, path: str) -> None:
     """Errors over some batches are at most 1.1 times those of eager code."""
-    assert_rounds_no_more(
-        [batch(seed, torch.bfloat16, device) for seed in range(4 if INTERPRETED else 20)],
-        lambda given: evaluate(ours, given, **transform, logits_budget=2 * 60),
-        lambda given: evaluate(oracle, given, **transform),
+    batches = [batch(seed, torch.bfloat16, device) for seed in range(4 if INTERPRETED else 20)]
+    assert_rounds_as_eager_code(
+        (
+            (
+                evaluate(ours, given, **transform, logits_budget=2 * 60),
+                evaluate(oracle, given, **transform),
+                evaluate(oracle, doubles(given), **transform),
+            )
+            for given in batches
+        ),
+        # The interpreter truncates: an error of up to one unit, not half of one, and no zero mean.
+        1.1 * (8**0.5 if INTERPRETED else 1),
+        dtypes=False,
     )
 
 
 def doubles(given: dict[str, Any]) -> dict[str, Any]:
     return {name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in given.items()}
-
-
-def assert_rounds_no_more(batches: list[dict[str, Any]], ours: Any, oracle: Any) -> None:
-    """Compare errors over batches with 1.1 times those of eager code in the same dtype."""
-    squared: dict[str, list[float]] = {}
-    for given in batches:
-        exact = oracle(doubles(given))
-        for i, found in enumerate((ours(given), oracle(given))):
-            for name, expected in exact.items():
-                squared.setdefault(name, [0.0, 0.0])[i] += relative_error(found[name].double(), expected) ** 2
-    # The interpreter truncates: an error of up to one unit, not half of one, and no zero mean.
-    factor = 1.1 * (8**0.5 if INTERPRETED else 1)
-    for name, (own, stock) in squared.items():
-        assert own**0.5 <= factor * stock**0.5, (name, own, stock)
-
-
-def test_a_changed_temperature_raises() -> None:
-    given = batch()
-    given["target"], given["temperature"] = given["target"].clamp(min=0), given["temperature"].nan_to_num(0.9)
-    given["weight"].requires_grad_()
-    logps = ours(**given)["logps"]
-    given["temperature"].mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        logps.sum().backward()
 
 
 def test_refused() -> None:

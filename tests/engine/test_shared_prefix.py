@@ -229,19 +229,6 @@ def test_any_forest(sequences: list[list[int]], side: str, dense: bool) -> None:
     )
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe"])
-def test_hidden_states_of_trailing_padding(name: str) -> None:
-    """Metrics of some trainers read these states. Positions are those that a model uses if it gets none."""
-    model = build(name)
-    ids, mask = padded([s for s in SEQUENCES if s], extra=2, token=40)
-    ids, mask = torch.cat([ids[:, -1:], ids], dim=1), torch.cat([0 * mask[:, -1:], mask], dim=1)
-    batch = share._share(model, share._plan(model, ids, mask, with_trailing=True))
-    got = batch.hidden_states(model.model(**batch.inputs).last_hidden_state)
-    expected = model.model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
-    assert_same(got[:, 1:], expected[:, 1:])
-
-
 # Wrappers.
 
 
@@ -421,16 +408,6 @@ def test_serving_leaves_other_masks_alone() -> None:
         trie_attention.serve("eager")
 
 
-def test_dropout_and_biases_are_refused() -> None:
-    end = torch.full((1, 256), 256, dtype=torch.int32)
-    mask = trie_mask(end, torch.arange(256)[None])
-    q, k, v, _ = _layer(256)
-    with pytest.raises(ValueError, match="dropout"):
-        trie_attention.attend(nn.Identity(), q, k, v, mask, dropout=0.1)
-    with pytest.raises(ValueError, match="position bias"):
-        trie_attention.attend(nn.Identity(), q, k, v, mask, position_bias=q)
-
-
 # The check of a model, and the decision.
 
 _LM = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
@@ -529,11 +506,6 @@ def test_refused_as_it_is(make: Callable[[], Any], reason: str) -> None:
     assert reason in (why_not_shared(make()) or "")
 
 
-@pytest.mark.parametrize("make", [lambda: changed(False, attention_dropout=0.1), lambda: with_noise().eval()])
-def test_evaluation_draws_nothing(make: Callable[[], Any]) -> None:
-    assert why_not_shared(make()) is None
-
-
 _FACTORS = [1.0, 2.0, 3.0, 4.0]
 _LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": _FACTORS,
@@ -572,39 +544,6 @@ def test_padding_beyond_the_length_that_changes_positions(name: str) -> None:
         is_same = bool((found - expected).norm() <= 1e-9 * expected.norm())
         assert is_same == (not left and not (right and counts_right))
         assert (share.share_pass(model, arguments) is not None) == is_same
-
-
-def test_a_config_that_changes_in_place_is_compared_again() -> None:
-    model = build("gemma3")
-    assert why_not_shared(model) is None
-    model.config.use_bidirectional_attention = True
-    assert "differ by" in (why_not_shared(model) or "")
-    model.config.use_bidirectional_attention = False
-    assert why_not_shared(model) is None
-
-
-def test_a_model_that_ignores_positions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is declared about this model: the comparison finds it out, once."""
-    ran = []
-
-    class Countless(transformers.LlamaForCausalLM):
-        pass
-
-    class Backbone(transformers.LlamaModel):
-        def forward(self, *args: Any, position_ids: Any = None, **kwargs: Any) -> Any:
-            ran.append(1)
-            return super().forward(*args, **kwargs)
-
-    def init(self: Any, config: Any) -> None:
-        transformers.LlamaForCausalLM.__init__(self, config)
-        self.model.__class__ = Backbone
-
-    Countless.__init__ = init  # type: ignore[method-assign]
-    model = Countless(transformers.LlamaConfig(**_HEADS))
-    assert "differ by" in (why_not_shared(model) or "")
-    n = len(ran)
-    assert n and "differ by" in (why_not_shared(Countless(transformers.LlamaConfig(**_HEADS))) or "")
-    assert len(ran) == n
 
 
 def test_decision(caplog: pytest.LogCaptureFixture) -> None:

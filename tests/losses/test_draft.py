@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from spies import Memory, flop_counter
-from table import relative_error
+from table import Batch, assert_rounds_as_eager_code, moved, relative_error
 from torch import Tensor
 
 from liger_chunked import AdaptedWeight, DraftMetrics, LigerFusedLinearDraftLoss, LogitOptions
@@ -245,17 +245,17 @@ def test_bias_of_the_previous_token() -> None:
 def test_rounding(kind: str) -> None:
     """Errors over 20 batches are at most 1.1 times those of eager code."""
     loss = LigerFusedLinearDraftLoss(draft_ids=IDS, divergence=kind, logits_budget=4000)
-    names = ("loss", *LEAVES)
-    ours_squared, eager_squared = torch.zeros(2, len(names))
-    for seed in range(20):
-        given = {k: x.bfloat16() for k, x in batch(2, seed=seed).items()}
-        found = with_gradients(lambda given: loss(**given), given)
-        eager = with_gradients(lambda given: oracle(given, kind), given)
-        exact = with_gradients(lambda given: oracle(given, kind), {k: x.double() for k, x in given.items()})
-        for i, name in enumerate(names):
-            ours_squared[i] += relative_error(found[name], exact[name]) ** 2
-            eager_squared[i] += relative_error(eager[name].double(), exact[name]) ** 2
-    assert (ours_squared <= 1.1**2 * eager_squared).all(), (ours_squared / eager_squared).sqrt()
+    runs = (lambda given: loss(**given), lambda given: oracle(given, kind))
+
+    def results(seed: int) -> tuple[Batch, Batch, Batch]:
+        given = moved(batch(2, seed=seed), torch.bfloat16)
+        ours, eager, exact = (
+            {name: x for name, x in with_gradients(run, x).items() if name in LEAVES}
+            for run, x in ((runs[0], given), (runs[1], given), (runs[1], moved(given, torch.float64)))
+        )
+        return ours, eager, exact
+
+    assert_rounds_as_eager_code(map(results, range(20)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

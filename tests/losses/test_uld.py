@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from spies import Memory, flop_counter
-from table import relative_error
+from table import Batch, assert_rounds_as_eager_code, moved, relative_error
 from torch import Tensor
 
 from liger_chunked import AdaptedWeight, LigerFusedLinearULDLoss, LogitOptions
@@ -120,16 +120,17 @@ def test_rows_that_count() -> None:
 def test_rounding() -> None:
     """Errors over 20 batches are at most 1.1 times those of eager code."""
     loss = LigerFusedLinearULDLoss(logits_budget=4000)
-    ours_squared, eager_squared = torch.zeros(2, 5)
-    for seed in range(20):
-        given = {k: x.bfloat16() for k, x in batch(37, seed).items()}
-        found = with_gradients(lambda given: loss(**given)[0], given)
-        eager = with_gradients(lambda given: oracle(given, {}, {}), given)
-        exact = with_gradients(lambda given: oracle(given, {}, {}), {k: x.double() for k, x in given.items()})
-        for i in range(5):
-            ours_squared[i] += relative_error(found[i], exact[i]) ** 2
-            eager_squared[i] += relative_error(eager[i].double(), exact[i]) ** 2
-    assert (ours_squared <= 1.1**2 * eager_squared).all(), (ours_squared / eager_squared).sqrt()
+    runs = (lambda given: loss(**given)[0], lambda given: oracle(given, {}, {}))
+
+    def results(seed: int) -> tuple[Batch, Batch, Batch]:
+        given = moved(batch(37, seed), torch.bfloat16)
+        ours, eager, exact = (
+            dict(zip(("value", *LEAVES), with_gradients(run, x), strict=True))
+            for run, x in ((runs[0], given), (runs[1], given), (runs[1], moved(given, torch.float64)))
+        )
+        return ours, eager, exact
+
+    assert_rounds_as_eager_code(map(results, range(20)))
 
 
 @pytest.mark.few(1)
