@@ -499,6 +499,27 @@ def test_a_frozen_weight_has_no_copy(row, dtype, monkeypatch):
         assert memory.peak < budget + sizes.vocab * sizes.hidden * 4 * 3
 
 
+def test_float32_adapters_of_a_float16_head_may_have_gradients_beyond_float16(device):
+    """The rest of an adapter's rounding has no gradient of its own, which would pass through float16."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"weight": (97, 16), "input": (24, 16), "down": (RANK, 16), "up": (97, RANK)}
+    given = {name: torch.randn(shape, generator=generator).half() for name, shape in shapes.items()}
+    given = {**given, "down": given["down"].float() / 20, "up": given["up"].float() * 20}
+    target = torch.randint(97, (24,), generator=generator).to(device)
+
+    def run(batch: Batch) -> list[Tensor]:
+        leaves = {name: x.to(device, copy=True).requires_grad_() for name, x in batch.items()}
+        weight = adapted(leaves["weight"], leaves["down"], leaves["up"])
+        loss = LigerFusedLinearCrossEntropyLoss(reduction="sum")(weight, leaves["input"], target)
+        (loss * 2**16).backward()
+        return [leaves["down"].grad.double(), leaves["up"].grad.double()]
+
+    expected = run(moved(given, torch.float64))
+    assert expected[0].abs().max() > torch.finfo(torch.float16).max
+    for found, exact in zip(run(given), expected, strict=True):
+        assert relative_error(found, exact) < 3e-3
+
+
 # Calls
 
 
