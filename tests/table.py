@@ -916,7 +916,7 @@ POLICY = [
     _grpo("grpo-attention_mask", attention_mask=True),
     _grpo("grpo-softcap-scale-temperature", **_TRANSFORM),
     _grpo("grpo-kl-entropy", beta=0.3, entropy_coef=0.2, sample={"ref": "tokens", "weights": "tokens"}),
-    _grpo("grpo-delta", epsilon_low=0.1, epsilon_high=0.1, delta=1.3),
+    _grpo("grpo-delta", epsilon_low=0.1, epsilon_high=0.1, delta=1.05),
     _grpo("grpo-kl", beta=0.04, sample={"ref": "states"}),
     _grpo("grpo-kl-uncorrected", beta=0.3, use_bias_correction_kl=False, sample={"ref": "tokens"}),
     _grpo("grpo-importance_weights-kl", beta=0.3, sample={"ref": "tokens", "weights": "tokens"}),

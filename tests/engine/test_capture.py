@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from fresh_process import FreshProcesses
 from ranks import join
 from sampling import on_paths
 from table import ROWS, SMALL, Batch, Row, evaluate, moved, relative_error, rollouts, rows, students, tokens
@@ -281,11 +280,11 @@ def test_nothing_has_a_target() -> None:
         assert not any(x.any() for x in ours.values()), row
 
 
-def split_vocabulary(rank: int, world: str, folder: str) -> None:
+def split_vocabulary(rank: int, folder: str) -> None:
     import torch.distributed as dist
     from test_vocab_shard import cut
 
-    join(rank, world, folder)
+    join(rank, 2, folder)
     for row in rows("ce-smoothing", "dpo-sigmoid", "kto-kl", "grpo", "jsd", "stats-logps"):
         batch = row.sample(SMALL, 1)
         for budget in BUDGETS.values():
@@ -302,11 +301,6 @@ def split_vocabulary(rank: int, world: str, folder: str) -> None:
     with capturing(), pytest.raises(ValueError, match=f"sequence_group {REFUSED}"):
         row.ours(row.sample(SMALL, 1) | {"sequence_group": dist.group.WORLD})
     dist.destroy_process_group()
-
-
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
-def test_split_vocabulary(fresh_process: FreshProcesses, tmp_path: Any) -> None:
-    fresh_process.spawn(split_vocabulary, 2, "2", str(tmp_path))
 
 
 def variant(kernel: Kernel, tensors: Any, numbers: Any, num_warps: int, num_stages: Any, descriptors: Any) -> Any:

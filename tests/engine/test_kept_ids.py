@@ -6,13 +6,11 @@ import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from fresh_process import FreshProcesses
 from ranks import join, same_on_all_ranks, summed
 from table import products_for_kept_ids
 from test_capture import Waits
@@ -458,8 +456,14 @@ def test_a_call_in_inference_mode_before_one_with_gradients(way: str) -> None:
     assert torch.equal(*gradients)
 
 
-def on_a_rank(rank: int, folder: str, input_grad: str, way: str) -> None:
+def on_a_rank(rank: int, folder: str) -> None:
     join(rank, 2, folder)
+    for way, input_grad in (("rows", "all_reduce"), ("products", "partial")):
+        on_a_part_of_the_vocabulary(rank, input_grad, way)
+    dist.destroy_process_group()
+
+
+def on_a_part_of_the_vocabulary(rank: int, input_grad: str, way: str) -> None:
     given = batch()
     lists, bounds = drawn_lists(given["target"]), ((0, 9), (9, V))[rank]
     own = slice(*bounds)
@@ -486,21 +490,16 @@ def on_a_rank(rank: int, folder: str, input_grad: str, way: str) -> None:
         assert x.grad is not None
         gradient = x.grad if input_grad == "all_reduce" else summed(x.grad)
         torch.testing.assert_close(gradient, leaves[name].grad, **SUMS)
+
+
+def of_positions(rank: int, folder: str) -> None:
+    join(rank, 2, folder)
+    for lengths in ((2, 3), (5, 0)):
+        on_positions(rank, lengths)
     dist.destroy_process_group()
 
 
-@pytest.mark.few(1)
-@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
-@both_ways
-@pytest.mark.parametrize("input_grad", ["all_reduce", "partial"])
-def test_a_vocabulary_split_over_ranks(
-    input_grad: str, way: str, tmp_path: Path, fresh_process: FreshProcesses
-) -> None:
-    fresh_process.spawn(on_a_rank, 2, str(tmp_path), input_grad, way)
-
-
-def of_positions(rank: int, folder: str, lengths: tuple[int, int]) -> None:
-    join(rank, 2, folder)
+def on_positions(rank: int, lengths: tuple[int, int]) -> None:
     given = batch()
     lists, own = drawn_lists(given["target"]), slice(sum(lengths[:rank]), sum(lengths[: rank + 1]))
     generator = torch.Generator().manual_seed(5)
@@ -530,11 +529,3 @@ def of_positions(rank: int, folder: str, lengths: tuple[int, int]) -> None:
     own_ids, own_sides = kept.take(columns), {name: x[:, own] for name, x in sides.items()}
     with pytest.raises(ValueError, match=r"requires a gradient, tau .*sequence_group"):
         LearnedTemperature()(*own_tokens, kept=own_ids, sequence_group=dist.group.WORLD, **own_sides)
-    dist.destroy_process_group()
-
-
-@pytest.mark.few(1)
-@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
-@pytest.mark.parametrize("lengths", [(2, 3), (5, 0)])
-def test_sequences_split_over_ranks(lengths: tuple[int, int], tmp_path: Path, fresh_process: FreshProcesses) -> None:
-    fresh_process.spawn(of_positions, 2, str(tmp_path), lengths)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import eager
 import pytest
 import torch
 import torch.distributed as dist
-from fresh_process import FreshProcesses
 from ranks import join
 from table import relative_error
 from test_row_temperature import FLOATS, V, batch, doubles, evaluate, oracle, ours
@@ -151,8 +149,8 @@ def test_refused() -> None:
             LogitOptions(logits_dtype=value)  # type: ignore[arg-type]
 
 
-def of_ranks(rank: int, world: str, folder: str) -> None:
-    join(rank, world, folder)
+def of_ranks(rank: int, folder: str) -> None:
+    join(rank, 2, folder)
     given = batch(dtype=torch.bfloat16)
     start, stop = ((0, 20), (20, V))[rank]
     exact = evaluate(oracle, doubles(given))
@@ -163,8 +161,3 @@ def of_ranks(rank: int, world: str, folder: str) -> None:
             evaluate(ours, own, logits_budget=budget, vocab_shard=VocabShard(None, start, V), **WIDE), expected
         )
     dist.destroy_process_group()
-
-
-@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
-def test_vocabulary_split_over_ranks(tmp_path: Path, fresh_process: FreshProcesses) -> None:
-    fresh_process.spawn(of_ranks, 2, "2", str(tmp_path))

@@ -415,19 +415,10 @@ _HEADS = {**_LM, "intermediate_size": 64, "num_attention_heads": 4, "num_key_val
 _LOCAL = [[["global", "local"], 1]]
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Mamba", _LM, "carry a state"),
-    ("Rwkv", _LM, "carry a state"),
     ("Bloom", {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4}, "ALiBi"),
-    ("Falcon", {**_LM, "num_attention_heads": 4, "alibi": True}, "ALiBi"),
     ("Lfm2", {**_HEADS, "layer_types": ["conv", "full_attention"]}, "of the type conv"),
-    ("MiniMax", {**_HEADS, "layer_types": ["linear_attention", "full_attention"]}, "of the type linear_attention"),
     ("Bert", {**_LM, "intermediate_size": 64, "num_attention_heads": 4, "is_decoder": False}, "differ by"),
     ("Mixtral", {**_HEADS, "num_local_experts": 4, "output_router_logits": True}, "router loss"),
-    (
-        "GPTNeo",
-        {"vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": _LOCAL},
-        "differ by",
-    ),
-    ("Doge", _HEADS, "breaks ties"),
     (
         "Llama4",
         {**_HEADS, "layer_types": ["full_attention"] * 2, "no_rope_layers": [1, 0], "moe_layers": []},

@@ -35,13 +35,6 @@ class Confident(LigerFusedLinearPreferenceBase):
         return (pairs.token_stats.entropy + pairs.token_logps.square()).sum((1, 2)) / pairs.lengths.sum(-1)
 
 
-class Entropy(LigerFusedLinearPreferenceBase):
-    token_outputs = ("entropy",)
-
-    def preference_loss(self, pairs):
-        return pairs.token_stats.entropy.sum((1, 2))
-
-
 class Ranked(LigerFusedLinearPreferenceBase):
     """Compares each pair with the best pair of the batch."""
 
@@ -90,16 +83,6 @@ def test_subclass(loss, oracle, budget, device):
     exact = evaluate(oracle, batch)
     for name in exact:
         assert relative_error(ours[name], exact[name]) < 1e-12, name
-
-
-@pytest.mark.triton
-def test_gradients_that_are_expanded(device):
-    """The gradient of a sum is one number, expanded without memory. Kernels must respect its strides."""
-    batch = moved(pairs(SMALL._replace(sequences=2, ignored=False), seed=0, ref=None), device=device)
-    exact = evaluate(lambda batch: Entropy()(**batch)[0], batch)
-    ours = evaluate(lambda batch: Entropy()(**batch)[0], moved(batch, torch.float32))
-    for name in exact:
-        assert relative_error(ours[name], exact[name]) < 1e-5, name
 
 
 def hinge(pairs: Pairs, beta: float = 0.1) -> Tensor:
@@ -185,17 +168,6 @@ def test_a_loss_without_gradient_is_refused(budget):
     assert not batch["weight"].grad.any()
 
 
-def test_a_divergence_without_gradient_is_refused():
-    class Constant(LigerFusedLinearDistillationBase):
-        def divergence(self, student_logits, teacher_logits):
-            return (student_logits - teacher_logits).square().sum(-1).detach()
-
-    batch = students(SMALL, seed=0)
-    batch["weight"].requires_grad_()
-    with pytest.raises(ValueError, match="divergence has no gradient"):
-        Constant()(**batch)
-
-
 @pytest.mark.parametrize("budget", [None, 2 * 8 * SMALL.vocab], ids=["one chunk", "several"])
 def test_statistics_for_metrics_are_detached(budget, monkeypatch):
     batch, kept = pairs(SMALL, seed=0, ref=None), []
@@ -204,16 +176,6 @@ def test_statistics_for_metrics_are_detached(budget, monkeypatch):
     loss, _ = SimPO(use_ref_model=False, logits_budget=budget)(**batch | {"weight": batch["weight"].requires_grad_()})
     assert loss.requires_grad
     assert not any(x.requires_grad for x in kept[0] if x is not None)
-
-
-def test_a_field_that_is_not_declared_is_named():
-    class Undeclared(Confident):
-        token_outputs = ()
-
-    with pytest.raises(
-        AttributeError, match=r"token_stats\.entropy was not computed: .*token_outputs = \('entropy',\)"
-    ):
-        Undeclared()(**pairs(SMALL, seed=0, ref=None))
 
 
 def test_what_a_class_misspells_is_named():

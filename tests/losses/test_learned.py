@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import eager
@@ -13,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from fresh_process import FreshProcesses
 from ranks import join, same_on_all_ranks
 from table import SMALL, Batch, examples, moved, pairs, relative_error, rollouts, with_attributes
 from torch import Tensor, nn
@@ -31,7 +29,6 @@ from liger_chunked import (
     Rollouts,
     VocabShard,
 )
-from liger_chunked.testing import check_loss
 
 BUDGETS = {"one-chunk": None, "chunks": 8 * 9 * SMALL.vocab, "slices": 8 * 7}
 by_budget = pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS)
@@ -238,22 +235,6 @@ def test_a_tensor_that_a_function_holds(inside, budget):
 
 @pytest.mark.few(2)
 @by_kind
-def test_frozen_and_without_gradients(kind):
-    make, _, batch = case(kind)
-    loss, leaves = make(), leaves_of(batch, ("weight",))
-    with torch.no_grad():
-        value = loss(**{**batch, **leaves})[0]
-    assert not value.requires_grad
-    loss.requires_grad_(False)
-    assert not loss(**batch)[0].requires_grad
-    loss(**{**batch, **leaves})[0].backward()
-    assert leaves["weight"].grad is not None
-    assert all(x.grad is None for x in loss.parameters())
-    assert make()(**batch)[0].item() == value.item()
-
-
-@pytest.mark.few(2)
-@by_kind
 def test_accumulation_copies_and_repeats(kind):
     make, _, batch = case(kind)
     loss, leaves = make(), leaves_of(batch, ("weight", "input"))
@@ -273,20 +254,6 @@ def test_accumulation_copies_and_repeats(kind):
         torch.testing.assert_close(x.grad, 4 * once[name])
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         value.backward()
-
-
-def test_second_derivatives_are_refused():
-    make, _, batch = case("pairs")
-    loss = make()
-    (g,) = torch.autograd.grad(loss(**batch)[0], [loss.log_beta], create_graph=True)
-    with pytest.raises(RuntimeError, match="second derivatives"):
-        g.backward()
-
-
-@pytest.mark.few(1)
-@by_kind
-def test_check_loss_accepts_a_parameter(kind):
-    check_loss(case(kind)[0]())
 
 
 # Ranks
@@ -338,8 +305,3 @@ def trained(rank: int, folder: str) -> None:
         make()(**split, sequence_group=dist.group.WORLD)
     make().requires_grad_(False)(**split, sequence_group=dist.group.WORLD)
     dist.destroy_process_group()
-
-
-@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
-def test_ranks(tmp_path: Path, fresh_process: FreshProcesses) -> None:
-    fresh_process.spawn(trained, 2, str(tmp_path))

@@ -11,7 +11,7 @@ from table import Batch, assert_rounds_as_eager_code, moved, relative_error
 from torch import Tensor
 
 from liger_chunked import AdaptedWeight, LigerFusedLinearULDLoss, LogitOptions
-from liger_chunked.engine import ranked, sink
+from liger_chunked.engine import sink
 from liger_chunked.kernels import backend
 
 N, H, H_TEACHER, V = 14, 5, 8, 23
@@ -189,12 +189,3 @@ def test_refusals() -> None:
             LigerFusedLinearULDLoss()(**given | changes)
     with pytest.raises(TypeError, match="beta"):
         LigerFusedLinearULDLoss(beta=0.5)  # type: ignore[call-arg]
-
-
-@pytest.mark.few(3)
-@pytest.mark.parametrize("n_rows", [0, 1, 2, 7, 127, 128])
-def test_blocks_of_a_sort_have_the_bits_of_one(n_rows: int) -> None:
-    p = torch.rand(n_rows, 300).mul_(50).round_()  # with ties
-    values, order = ranked._sorted(p)
-    expected = p.sort(-1, descending=True)
-    assert torch.equal(values, expected.values) and torch.equal(order, expected.indices)
