@@ -5,7 +5,6 @@ A new loss adds rows here, not a test file.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,7 +17,6 @@ import eager
 import torch
 from eager.dpo import LOSS_TYPES
 from eager.reference_free import CPO_LOSS_TYPES
-from eager.token_stats import logits
 from torch import Tensor
 
 from liger_chunked import (
@@ -630,29 +628,6 @@ def _kept_ids(batch: Batch, ignore_index: int = -100) -> Tensor:
     return (y[..., None] + 3 * torch.arange(N_KEPT - 1, -1, -1, device=y.device)) % vocab_size
 
 
-def _stats_of_kept(
-    weight: Tensor,
-    input: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    *,
-    outputs: tuple[str, ...],
-    ignore_index: int = -100,
-    **transform: Any,
-) -> Batch:
-    """Return what `eager.token_stats` does, of logits with -inf at the ids that were not kept."""
-    z = logits(weight, input, bias, **transform)
-    ids = _kept_ids({"weight": weight, "target": target}, ignore_index)
-    z = z.masked_fill(torch.ones_like(z, dtype=torch.bool).scatter(-1, ids, False), -math.inf)
-    valid, log_p = target != ignore_index, z.log_softmax(-1)
-    found = {
-        "logps": lambda: log_p.gather(-1, target.long().where(valid, 0)[..., None])[..., 0],
-        "lse": lambda: z.logsumexp(-1),
-        "entropy": lambda: -(log_p.exp() * log_p.masked_fill(log_p == -math.inf, 0)).sum(-1),
-    }
-    return {name: found[name]().where(valid, 0) for name in outputs}
-
-
 _PATCHES = threading.Lock()
 
 
@@ -689,8 +664,11 @@ def _statistics(
         return objective({name: getattr(stats, name) for name in outputs}, batch["target"])
 
     def oracle(batch: Batch, **options: Any) -> Tensor:
-        stats = eager.token_stats if kept is None else _stats_of_kept
-        return objective(stats(**batch, outputs=outputs, **settings | options), batch["target"])
+        given: dict[str, Any] = {**batch}
+        if kept is not None:
+            ids, v = _kept_ids(batch, options.get("ignore_index", -100)), batch["weight"].shape[0]
+            given["kept"] = torch.zeros(*ids.shape[:-1], v, dtype=torch.bool, device=ids.device).scatter(-1, ids, True)
+        return objective(eager.token_stats(**given, outputs=outputs, **settings | options), batch["target"])
 
     return Row(id, ours, oracle, tokens, fused=False, kept=kept is not None, products=kept != "rows")
 

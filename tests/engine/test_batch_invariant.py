@@ -161,18 +161,6 @@ def passes(by_epilogue: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return tiles
 
 
-def oracle(**given: Any) -> dict[str, Tensor]:
-    """Return what eager code does, for `temperature` of tokens in three calls."""
-    temperature = given.get("temperature")
-    if not isinstance(temperature, Tensor):
-        return eager.token_stats(**given)
-    parts = []
-    for rows in torch.arange(N, device=temperature.device).split(N // 3):
-        some = {"input": given["input"][rows], "target": given["target"][rows]}
-        parts.append(eager.token_stats(**given | some | {"temperature": float(temperature[rows[0]])}))
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-
-
 def coarse(dtype: torch.dtype, device: str) -> dict[str, Any]:
     """Return a batch whose logits are multiples of 1/8 below 16, which every dtype holds. Many are equal."""
     generator = torch.Generator().manual_seed(5)
@@ -213,8 +201,8 @@ def test_values_and_gradients_of_logits_in_memory(name: str, device: str, passes
         return {x: y.detach() for x, y in values.items()}, torch.autograd.grad(total, leaves)
 
     values, gradients = evaluate(invariant, torch.bfloat16, **options, logits_budget=budget)
-    exact, exact_gradients = evaluate(oracle, torch.float64, **options)
-    _, eager_gradients = evaluate(oracle, torch.bfloat16, **options)
+    exact, exact_gradients = evaluate(eager.token_stats, torch.float64, **options)
+    _, eager_gradients = evaluate(eager.token_stats, torch.bfloat16, **options)
     assert passes == [1 if budget is None else 10]
     valid = given["target"] != -100
     for x in ALL:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from ranks import join
 from table import relative_error
-from test_row_temperature import FLOATS, V, batch, doubles, evaluate, oracle, ours
+from test_row_temperature import FLOATS, V, batch, doubles, evaluate, ours
 from torch import Tensor
 
 from liger_chunked import (
@@ -57,7 +57,7 @@ def assert_float32(found: dict[str, Any], exact: dict[str, Any], roundings: int 
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_statistics(transform: dict[str, Any], budget: int | None, dtype: torch.dtype, device: str, path: str) -> None:
     given = batch(dtype=dtype, device=device)
-    exact = evaluate(oracle, doubles(given), **transform)
+    exact = evaluate(eager.token_stats, doubles(given), **transform)
     found = evaluate(ours, given, logits_budget=budget, **WIDE, **transform)
     assert_float32(found, exact)
     rounded = evaluate(ours, given, logits_budget=budget, **transform)
@@ -79,7 +79,7 @@ def test_adapter(device: str) -> None:
 
         return lambda weight, **rest: function(AdaptedWeight(weight, up, u), **rest)
 
-    exact = evaluate(adapted(oracle, b.double(), a), doubles(given))
+    exact = evaluate(adapted(eager.token_stats, b.double(), a), doubles(given))
     # dX adds the adapter's share, which is rounded on its own.
     for budget in BUDGETS.values():
         assert_float32(evaluate(adapted(ours, b, a), given, logits_budget=budget, **WIDE), exact, roundings=4)
@@ -153,7 +153,7 @@ def of_ranks(rank: int, folder: str) -> None:
     join(rank, 2, folder)
     given = batch(dtype=torch.bfloat16)
     start, stop = ((0, 20), (20, V))[rank]
-    exact = evaluate(oracle, doubles(given))
+    exact = evaluate(eager.token_stats, doubles(given))
     expected = exact | {name: exact[name][start:stop] for name in ("dweight", "dbias")}
     own = given | {name: given[name][start:stop] for name in ("weight", "bias")}
     for budget in BUDGETS.values():

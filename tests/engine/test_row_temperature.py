@@ -14,7 +14,6 @@ from table import SMALL, assert_rounds_as_eager_code, relative_error, rollouts
 from torch import Tensor
 
 from liger_chunked import (
-    AdaptedWeight,
     LigerFusedLinearGRPOLoss,
     VocabShard,
     linear_token_stats,
@@ -57,48 +56,6 @@ def batch(seed: int = 0, dtype: torch.dtype = torch.float64, device: str = "cpu"
     }
 
 
-def oracle(
-    weight: Any,
-    input: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    candidates: Tensor | None = None,
-    *,
-    temperature: Tensor,
-    outputs: tuple[str, ...] = FLOATS,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-) -> dict[str, Tensor]:
-    """Compute from full logits: the product in the inputs' dtype, the rest in float32 or float64."""
-    matrix = weight.weight if isinstance(weight, AdaptedWeight) else weight
-    z = input @ matrix.T
-    if isinstance(weight, AdaptedWeight):
-        z = z + weight.down(input) @ weight.up.T
-    z = z if bias is None else z + bias
-    z = logit_scale * (z if z.dtype == torch.float64 else z.float())
-    z = z if softcap is None else softcap * (z / softcap).tanh()
-    counts = target != -100
-    z = z / temperature.where(counts, 1.0)[..., None]
-    log_p = z.log_softmax(-1)
-    p, y = log_p.exp(), target.clamp(min=0)[..., None]
-    values = {
-        "logps": log_p.gather(-1, y)[..., 0],
-        "lse": z.logsumexp(-1),
-        "entropy": -(p * log_p).sum(-1),
-        "mean_logits": z.mean(-1),
-        "argmax": z.argmax(-1),
-        "is_top1": z.argmax(-1) == y[..., 0],
-        "log_sum_sq_probs": (2 * log_p).logsumexp(-1),
-    }
-    found = {name: values[name] for name in outputs if name in values}
-    if candidates is not None:
-        found["candidate_logps"] = log_p.gather(-1, candidates)
-    return {
-        name: torch.where(counts[..., None] if x.ndim == 3 else counts, x, -1 if name == "argmax" else 0)
-        for name, x in found.items()
-    }
-
-
 def ours(*args: Any, outputs: tuple[str, ...] = FLOATS, **options: Any) -> dict[str, Tensor]:
     names = tuple(name for name in outputs if name in OUTPUTS)
     stats = linear_token_stats(*args, outputs=names, **options)
@@ -133,10 +90,10 @@ def test_equals_the_formula(transform: dict[str, Any], budget: int | None, bias:
     given = batch()
     if not bias:
         del given["bias"]
-    exact = evaluate(oracle, given, **transform)
+    exact = evaluate(eager.token_stats, given, **transform)
     assert_close(evaluate(ours, given, logits_budget=budget, **transform), exact, BOUND)
     ids = ("argmax", "is_top1")
-    expected = oracle(**given, outputs=ids, **transform)
+    expected = eager.token_stats(**given, outputs=ids, **transform)
     found = ours(**given, outputs=ids, logits_budget=budget, **transform)
     assert all(torch.equal(found[name], expected[name]) for name in ids)
 
@@ -146,13 +103,13 @@ def test_every_token_counts() -> None:
     given["target"] = given["target"].clamp(min=0)
     given["temperature"] = given["temperature"].nan_to_num(0.9)
     del given["candidates"]
-    exact = evaluate(oracle, given)
+    exact = evaluate(eager.token_stats, given)
     assert_close(evaluate(ours, given), exact, BOUND)
     flat = {name: x.flatten(0, 1) if x.shape[:2] == (B, T) else x for name, x in given.items()}
     assert torch.equal(ours(**flat)["logps"].view(B, T), ours(**given)["logps"])
     # Strides that a kernel does not read: one value per sequence.
     given["temperature"] = given["temperature"][:, :1].expand(B, T)
-    assert_close(evaluate(ours, given), evaluate(oracle, given), BOUND)
+    assert_close(evaluate(ours, given), evaluate(eager.token_stats, given), BOUND)
 
 
 @pytest.mark.few(2)
@@ -164,7 +121,9 @@ def test_float32(transform: dict[str, Any], budget: int | None, device: str, pat
     doubles = {name: x.double() if x.is_floating_point() else x for name, x in given.items()}
     budget = None if budget is None else 4 * budget
     assert_close(
-        evaluate(ours, given, logits_budget=budget, **transform), evaluate(oracle, doubles, **transform), FLOAT32
+        evaluate(ours, given, logits_budget=budget, **transform),
+        evaluate(eager.token_stats, doubles, **transform),
+        FLOAT32,
     )
 
 
@@ -180,8 +139,8 @@ def test_bfloat16(transform: dict[str, Any], device: str, path: str) -> None:
         (
             (
                 evaluate(ours, given, **transform, logits_budget=2 * 60),
-                evaluate(oracle, given, **transform),
-                evaluate(oracle, doubles(given), **transform),
+                evaluate(eager.token_stats, given, **transform),
+                evaluate(eager.token_stats, doubles(given), **transform),
             )
             for given in batches
         ),

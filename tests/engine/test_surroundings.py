@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from sampling import on_paths
 from spies import Memory
 from table import PARAMETERS, ROWS, SMALL, Batch, Row, Sizes, evaluate, moved, rows, tokens
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
@@ -131,19 +131,6 @@ def test_hooks(row: Row, hooks: Hooks) -> None:
     again = torch.autograd.grad(loss, list(leaves.values()))
     assert bool(hooks.unpacked) != row.fused
     assert_close(again, leaves, expected)
-
-
-@pytest.mark.few(2)
-@some_rows
-def test_hooks_around_the_backward(row: Row, hooks: Hooks) -> None:
-    """What a backward builds and frees is hidden from hooks, as in the forward."""
-    batch = row.sample(SMALL, seed=0)
-    leaves = leaves_of(batch)
-    expected = evaluate(row.ours, batch)
-    loss = row.ours({**batch, **leaves})
-    with hooks():
-        for grads in twice(loss, leaves):
-            assert_close(grads, leaves, expected)
 
 
 @pytest.mark.few(2)
@@ -353,17 +340,10 @@ def test_refilled_tensors(row: Row, ignored: bool, made_once: Batch) -> None:
     assert row.fused or read <= raised
 
 
-def _module(scale: Tensor) -> nn.Module:
-    module = nn.Module()
-    module.register_buffer("scale", scale)
-    return module
-
-
 # Ways for a loss to hold a tensor, to multiply a number by it, and to hold another one instead.
 HELD: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any, Tensor], Tensor]]] = {
     "attribute": (lambda scale: scale, torch.mul),
     "nested": (lambda scale: {"scales": [(1, scale)]}, lambda held, x: held["scales"][0][1] * x),
-    "module in a list": (lambda scale: [_module(scale)], lambda held, x: held[0].scale * x),
     "closure": (lambda scale: lambda x: scale * x, lambda held, x: held(x)),
 }
 
@@ -388,8 +368,6 @@ def _refill(loss: _Scaled, scale: Tensor) -> None:
 def _replace(loss: _Scaled, scale: Tensor) -> None:
     if isinstance(loss.held, dict):
         loss.held["scales"][0] = (1, 2 * scale)
-    elif isinstance(loss.held, list):
-        loss.held[0].scale = 2 * scale
     else:
         loss.held = 2 * scale
 
@@ -564,6 +542,7 @@ IMPORTS = """
 import sys
 import torch
 from liger_chunked import LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss
+assert not {"torch._dynamo", "transformers", "trl"} & sys.modules.keys()
 from liger_chunked.testing import Sizes, evaluate, random_batch
 
 # Since torch 2.15, the first backward of a process imports torch.nested: milliseconds, and eager code pays them too.

@@ -169,15 +169,6 @@ def test_every_loss_is_in_the_table():
     assert leaves == {cls for cls, *_ in LOSSES.values()}, "add a loss to LOSSES"
 
 
-def test_a_loss_imports_no_compiler(fresh_process):
-    code = (
-        "import sys, liger_chunked as lc\n"
-        "lc.LigerFusedLinearDPOLoss\n"
-        "assert not {'torch._dynamo', 'transformers', 'trl'} & sys.modules.keys()"
-    )
-    fresh_process.run(code)
-
-
 # Names
 
 
@@ -312,11 +303,6 @@ def test_a_loss_warns_once_that_it_has_no_reference(cls, sample):
 class Clip(lc.LigerFusedLinearPolicyBase):
     def policy_loss(self, rollouts):
         return -rollouts.ratio * rollouts.advantages
-
-
-class Labelled(lc.LigerFusedLinearUnpairedPreferenceBase):
-    def preference_loss(self, examples):
-        return -examples.signs * examples.logps
 
 
 class WithoutSuper(Margin):
