@@ -275,26 +275,3 @@ def test_bits_of_logits_in_memory(name: str, wide: bool, device: str, passes: li
         return
     leaf = given["input"].clone().requires_grad_()
     assert torch.equal(values(everything, input=leaf)[0].detach(), every[0])
-
-
-@pytest.mark.triton
-@pytest.mark.parametrize("hidden", [896, 1536, 2048])
-def test_bits_of_many_tokens_of_logits_in_memory(hidden: int, device: str, passes: list[int]) -> None:
-    """The matrix library would take other tiles for other numbers of rows."""
-    if device == "cpu":
-        pytest.skip("compares kernels for a GPU")
-    generator = torch.Generator(device).manual_seed(hidden)
-    x, weight = (torch.randn(n, hidden, device=device, generator=generator).bfloat16() for n in (4096, 16000))
-    weight *= 2 * hidden**-0.5
-    target = torch.randint(16000, (4096,), device=device, generator=generator)
-
-    def values(rows: slice, budget: int | None = None) -> list[Tensor]:
-        options = {"softcap": 30.0, "outputs": ("logps", "lse", "entropy"), "logits_budget": budget}
-        found = invariant(weight, x[rows], target[rows], **options)
-        return [getattr(found, name) for name in ("logps", "lse", "entropy")]
-
-    every = values(slice(None))
-    for rows, budget in ((slice(None), 2 * 16000 * 300), (slice(5, 6), None), (slice(1001, 1300), None)):
-        for found, expected in zip(values(rows, budget), every, strict=True):
-            assert torch.equal(found, expected[rows])
-    assert max(passes) > 10

@@ -65,13 +65,11 @@ def test_a_candidate_that_a_bias_excludes() -> None:
     [
         (lambda ids: ids.double(), TypeError, "candidates must be a tensor of token ids"),
         (lambda ids: ids[:, 1:], ValueError, r"candidates must be \(4, 10, 'K'\)"),
-        (lambda ids: ids[..., :0], ValueError, r"candidates must be \(4, 10, 'K'\)"),
         (
             lambda ids: ids + V,
             ValueError,
             r"candidates holds \d+, expected an index into the vocabulary of weight, 0 to",
         ),
-        (lambda ids: ids - V, ValueError, r"candidates holds -\d+, expected"),
         (lambda ids: ids[..., [0, 1, 0]], ValueError, "candidates holds an id twice"),
     ],
 )

@@ -183,20 +183,6 @@ def sequences(seed: int, n: int = 4, length: int = 10) -> Batch:
     return {**batch, **{name: batch[name].unflatten(0, (n, length)) for name in ("input", "target")}}
 
 
-@pytest.mark.triton
-def test_dpo(device, passes):
-    batch = sequences(5)
-    batch["ref_logps"] = -6 - torch.rand(4, 10, dtype=torch.float64)
-    budget = 20 * VOCAB * 2  # one pair with 16 valid tokens
-    assert_error_is_that_of_eager_code(
-        lambda batch: LigerFusedLinearDPOLoss(logits_budget=budget)(**batch)[0],
-        lambda batch: eager.dpo(**batch)[0],
-        batch,
-        device=device,
-    )
-    assert len(passes) == 2
-
-
 class Shifted(LigerFusedLinearPreferenceBase):
     """Uses a statistic that preference losses only report."""
 

@@ -26,7 +26,6 @@ from liger_chunked import (
     linear_token_stats,
 )
 from liger_chunked.engine import choose
-from liger_chunked.engine import kept as kept_engine
 from liger_chunked.types import LossHead
 
 B, T, H, V, R = 2, 5, 8, 23, 3
@@ -208,7 +207,6 @@ def with_second(ids: list[int]) -> dict[str, Any]:
         (with_second([FIRST, V]), ValueError, "indices into the vocabulary"),
         ({"kept": KeptIds.from_lists(LISTS[:-1])}, ValueError, "the ids of 10 positions"),
         ({"kept": LISTS}, TypeError, "kept must be a KeptIds"),
-        ({"kept": KeptIds(KEPT.ids, KEPT.offsets.flip(0))}, ValueError, "rise from 0"),
         ({"kept": KEPT, "outputs": ("mean_logits",)}, ValueError, "mean_logits"),
         ({"kept": KEPT, "candidates": torch.zeros(B, T, 1).long()}, ValueError, "got candidates as well"),
         # Position 2 has an empty list.
@@ -231,11 +229,8 @@ def test_errors(options: dict[str, Any], error: type[Exception], message: str) -
         (lambda: KeptIds(KEPT.ids.float(), KEPT.offsets), TypeError, "integers"),
         (lambda: KeptIds.from_mask(torch.tensor([[True], [False]])), ValueError, "keeps no id at position 1"),
         (lambda: KeptIds(KEPT.ids, KEPT.offsets, math.nan), ValueError, "KeptIds.temperature must be positive and fin"),
-        (lambda: KeptIds(KEPT.ids, KEPT.offsets, "1"), TypeError, "KeptIds.temperature must be a number or None"),  # type: ignore[arg-type]
         (lambda: top_p(top_k=0), ValueError, "top_k must be 1 or more, or None, got 0"),
-        (lambda: top_p(top_k=2.5), TypeError, "top_k must be an int or None"),
         (lambda: top_p(top_p=0.0), ValueError, r"top_p must be in \(0, 1\], or None, got 0.0"),
-        (lambda: top_p(min_p=1.5), ValueError, r"min_p must be in \[0, 1\], or None, got 1.5"),
     ],
 )
 def test_refused_ids(make: Any, error: type[Exception], message: str) -> None:
@@ -274,29 +269,6 @@ def test_sources_agree() -> None:
     assert torch.equal(KeptIds.from_lists(lists).ids, kept.ids)
     everything = KeptIds.from_mask(torch.ones(2, V, dtype=torch.bool))
     assert everything.ids.numel() == 0 and everything.positions == 2
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_streams_of_a_gpu() -> None:
-    """A sort is still waiting on one stream when another one gets a call with its order."""
-    given = {name: x.cuda() for name, x in batch(torch.float32).items()}
-    lists = drawn_lists(given["target"], mixed=False)
-    weight = given["weight"].requires_grad_()
-
-    def run(kept: KeptIds) -> Tensor:
-        logps = linear_token_stats(weight, given["input"], given["target"], kept=kept).logps
-        assert logps is not None
-        return torch.autograd.grad(logps.sum(), weight)[0]
-
-    expected = run(KeptIds.from_lists(lists, "cuda"))
-    side, kept = torch.cuda.Stream(), KeptIds.from_lists(lists, "cuda")
-    torch.cuda.synchronize()
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(200_000_000)  # about 0.1 s
-        kept_engine._layout_of(kept)  # a call would wait
-    assert not side.query(), "the sort must not have begun"
-    assert torch.equal(run(kept), expected)
 
 
 @both_ways

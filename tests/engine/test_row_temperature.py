@@ -98,20 +98,6 @@ def test_equals_the_formula(transform: dict[str, Any], budget: int | None, bias:
     assert all(torch.equal(found[name], expected[name]) for name in ids)
 
 
-def test_every_token_counts() -> None:
-    given = batch()
-    given["target"] = given["target"].clamp(min=0)
-    given["temperature"] = given["temperature"].nan_to_num(0.9)
-    del given["candidates"]
-    exact = evaluate(eager.token_stats, given)
-    assert_close(evaluate(ours, given), exact, BOUND)
-    flat = {name: x.flatten(0, 1) if x.shape[:2] == (B, T) else x for name, x in given.items()}
-    assert torch.equal(ours(**flat)["logps"].view(B, T), ours(**given)["logps"])
-    # Strides that a kernel does not read: one value per sequence.
-    given["temperature"] = given["temperature"][:, :1].expand(B, T)
-    assert_close(evaluate(ours, given), evaluate(eager.token_stats, given), BOUND)
-
-
 @pytest.mark.few(2)
 @pytest.mark.triton
 @pytest.mark.parametrize("budget", [None, 60], ids=["one-tile", "tiles"])
@@ -157,14 +143,11 @@ def doubles(given: dict[str, Any]) -> dict[str, Any]:
 def test_refused() -> None:
     given = batch()
     good = given.pop("temperature").nan_to_num(1.0)
-    zero, endless, lost = good.clone(), good.clone(), good.clone()
-    zero[0, 0], endless[0, 0], lost[0, 0] = 0.0, torch.inf, torch.nan
+    zero, endless = good.clone(), good.clone()
+    zero[0, 0], endless[0, 0] = 0.0, torch.inf
     refused: list[tuple[Any, type[Exception], str]] = [
         (good.double(), TypeError, r"a number or a float32 tensor, got \(4, 10\) float64 on cpu"),
-        (good.bfloat16(), TypeError, r"a number or a float32 tensor, got \(4, 10\) bfloat16"),
         (good[:, :1], ValueError, r"or \(4, 10\) on cpu, one value for each target, got \(4, 1\) float32"),
-        (good[0, 0], ValueError, r"one value for each target, got \(\) float32"),
-        (good.view(-1), ValueError, r"one value for each target, got \(40,\) float32"),
         (good.to("meta"), ValueError, r"on cpu, one value for each target, got \(4, 10\) float32 on meta"),
         (
             good.clone().requires_grad_(),
@@ -174,8 +157,6 @@ def test_refused() -> None:
         (zero, ValueError, "temperature must be positive and finite at each token that counts, got 0 to "),
         (-good, ValueError, "positive and finite at each token that counts, got -"),
         (endless, ValueError, "positive and finite at each token that counts, got .* to inf"),
-        (lost, ValueError, "positive and finite at each token that counts, got nan to nan"),
-        ([1.0], TypeError, "temperature must be a number"),
     ]
     for value, error, message in refused:
         with pytest.raises(error, match=message):
@@ -257,19 +238,6 @@ def test_grpo_leaves_the_fused_epilogue(by_epilogue: None, device: str, monkeypa
     assert_close(found, loss_and_gradients(exact_grpo, doubles, beta=0.1), 0.05)
     loss_and_gradients(grpo, {name: x for name, x in given.items() if name != "temperature"}, **settings)
     assert set(ran) == {"EpilogueSource", "EpilogueStatistics"}  # the second for the reference
-
-
-def test_grpo_refuses() -> None:
-    given = completions()
-    good = given.pop("temperature")
-    refused: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
-        (good[:, 0], {}, ValueError, r"\(6, 8\) on cpu, one value for each target, got \(6,\) float32"),
-        (good, {"temperature": 0.7}, ValueError, "given twice: to the constructor, 0.7, and to the call, a tensor"),
-        (0.7, {}, TypeError, "takes a number as temperature in its constructor, and a float32 tensor in its call"),
-    ]
-    for value, settings, error, message in refused:
-        with pytest.raises(error, match=message):
-            LigerFusedLinearGRPOLoss(beta=0.1, **settings)(**given, temperature=value)
 
 
 def of_policy_ranks(rank: int, folder: str) -> None:

@@ -163,46 +163,27 @@ SCORED = r"\['discopop', 'exo_pair', 'hinge', 'ipo', 'robust', 'sigmoid', 'sigmo
 CASES = {
     # Cross entropy
     "ce-reduction": (CE, {"reduction": "average"}, r"reduction must be one of \('mean', .*, got 'average'"),
-    "ce-weight-2d": (CE, {"ce_weight": f64(V, 1)}, rf"ce_weight must be floating \(V,\), got \({V}, 1\)"),
     "ce-weight-length": (cross_entropy, {"_settings": {"ce_weight": f64(V + 1)}}, "ce_weight must .* one value for"),
     "ce-num_items-with-sum": (cross_entropy, {"_settings": {"reduction": "sum"}, "num_items": 3},
         "num_items divides a mean"),
-    "ce-focal-and-smoothing": (CE, {"focal_gamma": 2.0, **SMOOTHED}, "at most one of label_smoothing, focal_gamma"),
     "ce-token_weights-shape": (cross_entropy, {"token_weights": f64(B)}, rf"token_weights must be .* got \({B},\)"),
     # Statistics
-    "stats-unknown": (stats, {"outputs": ("logps", "perplexity")}, "outputs must name distinct fields.*perplexity"),
     # Pairs
-    "odd-batch": (dpo, {"input": f64(5, T, H), "target": ids(5, T)}, "input must stack as many chosen as .*odd 5"),
     "pairs-2d": (dpo, {"input": f64(B, H), "target": ids(B)}, rf"input must be \(2 n, T, H\).*got \({B}, {H}\)"),
     "wrong-shape-from-a-subclass": (on_pairs(WrongShape()), {}, r"preference_loss must return .*, got \(3, 2\)"),
     "values-of-the-batch-in-a-part": (on_pairs(ValuesOfTheBatch(logits_budget=8 * V)), {},
         'of 1 pairs, .* scope = "batch"'),
-    "wrong-shape-from-a-callable": (dpo, {"_settings": {"loss_type": lambda pairs: pairs.logps.mean(), **WITHOUT}},
-        r"lambda.* must return .*got \(\)"),
     # The reference
-    "reference-missing": (dpo, {"_settings": {"use_ref_model": True}}, "DPOLoss needs a reference: pass ref_input"),
     "reference-refused": (dpo, {"_settings": WITHOUT, **REFERENCE}, f"{NO_REFERENCE}input, ref_weight"),
     "reference-twice": (dpo, {**REFERENCE, "ref_logps": f64(B)}, "twice: as ref_logps and as ref_input, ref_weight"),
     "reference-without-weight": (dpo, {"ref_input": f64(B, T, 8)}, "needs ref_input and ref_weight .* only ref_input"),
-    "reference-vocabulary": (dpo, REFERENCE | {"ref_weight": f64(V + 1, 8)},
-        rf"ref_weight .* {V} rows, got \({V + 1}, 8\)"),
-    "ref_logps-shape": (dpo, {"ref_logps": f64(B - 1)}, rf"ref_logps must be \({B}, {T}\), .* got \({B - 1},\)"),
     # DPO
     "loss-type": (DPO, {"loss_type": "simoid"}, "unknown loss_type 'simoid', expected one of .*'aot'.*'sigmoid'"),
-    "loss-weights": (DPO, {"loss_type": SEVERAL, "loss_weights": [1.0]}, "loss_weights .* each of 2 loss types, got 1"),
-    "smoothing-unused": (DPO, {"loss_type": "hinge", **SMOOTHED},
-        r"label_smoothing=0.1 is not read by loss_type 'hinge', only by \["),
-    "smoothing-robust": (DPO, {"loss_type": "robust", "label_smoothing": 0.5}, r"needs .* in \[0, 0.5\), got 0.5"),
     "tau-of-several": (DPO, {"loss_type": SEVERAL, "discopop_tau": 9},
         "discopop_tau=9 is not read by loss_type 'sigmoid', 'sft', only by"),
     "f-divergence": (DPO, {"f_divergence_type": "kl"}, "unknown f_divergence_type 'kl', .*reverse_kl.*forward_kl"),
-    "f-divergence-of-one-reward": (DPO, {"f_divergence_type": "js_divergence", "loss_type": ["sigmoid",
-        "nca_pair"]}, "needs loss types among .*got .*nca_pair"),
     "coefficient": (DPO, {"f_alpha_divergence_coef": 3},
         r"not read by f_divergence_type 'reverse_kl', only by \['alpha_divergence'\]"),
-    "alpha": (DPO, {"alpha": 9}, "alpha=9 weighs the NLL term, but compute_nll_loss is False"),
-    "ld_alpha-ref_logps": (dpo, {"_settings": {"ld_alpha": 0.5}, "ref_logps": f64(B)},
-        rf"ref_logps .* a token, with ld_alpha=0.5.*got .* \({B},\)"),
     "ld_alpha-ref_logps-packed": (
         DPO(ld_alpha=0.5),
         {"weight": f64(V, H), "input": f64(10, H), "target": ids(10), "ref_logps": -f64(4).abs(),
@@ -211,23 +192,18 @@ CASES = {
     ),
     "weighting-of-a-sort": (DPO, {"use_weighting": True, "loss_type": ["sigmoid",
         "aot"]}, "which .*'aot', 'aot_unpaired', 'sft'.* do not have, got .*'aot'"),
-    "ipo-beta": (DPO, {"loss_type": "ipo", "beta": 0.0}, "beta must not be 0 with .*ipo"),
     "averaged-twice": (DPO, {"loss_type": "ipo", "average_log_prob": True}, "itself: average_log_prob must be False"),
     "dpo-weights-of-sequences": (on_pairs(DPO(), "states"), {"example_weights": f64(B)},
         rf"example_weights must be \({B // 2},\)"),
     "dpo-weights-aot": (dpo, {"_settings": {"loss_type": "aot"}, "example_weights": f64(B // 2)},
         "computes its loss from the whole batch"),
     # ORPO, CPO, SimPO
-    "orpo-reference": (on_pairs(ORPO(), "states"), {}, f"{NO_REFERENCE}input, ref_weight, ref_bias"),
     "orpo-nll_target-disagrees": (on_pairs(ORPO()), {"nll_target": ids(B, T, fill=V - 1)},
         "nll_target and target must agree on every token"),
-    "cpo-nll_target-without-nll": (on_pairs(CPO(cpo_alpha=0.0)), {"nll_target": ids(B, T)},
-        "but compute_nll_loss is False"),
-    "cpo-gamma": (CPO, {"simpo_gamma": 9}, r"simpo_gamma=9 is not read by loss_type 'sigmoid', only by \['simpo'\]"),
 }  # fmt: skip
 
 
-@pytest.mark.few(20, "tau-of-several", "weighting-of-a-sort")
+@pytest.mark.few(12, "tau-of-several", "weighting-of-a-sort")
 @pytest.mark.parametrize("case", CASES)
 def test_losses(case):
     call, changes, message = CASES[case]
@@ -260,32 +236,20 @@ NO_REF_LOGPS = {"ref_kl_logps": None}
 # (call, changes, exception, pattern of the message)
 UNPAIRED = {
     # Sequences, labels, weights
-    "sequences-2d": (kto, {"input": f64(B, H), "target": ids(B)}, ValueError, rf"input must .* got \({B}, {H}\)"),
     "labels-signed": (kto, {"preference_labels": 1 - 2 * (torch.arange(B) % 2)}, ValueError,  # some are 1
         "For labels of -1 and 1 pass preference_labels > 0"),
     "labels-float": (kto, {"preference_labels": f64(B)}, TypeError, "preference_labels .* of bool, .* got float64"),
-    "labels-of-tokens": (kto, {"preference_labels": ids(B, T, dtype=torch.bool)}, ValueError,
-        rf"preference_labels must be \({B},\).*got \({B}, {T}\)"),
     "weights-length": (bco, {"example_weights": f64(B + 1)}, ValueError, rf"example_weights must .*got \({B + 1},\)"),
     "wrong-shape-from-a-subclass": (lambda: WrongShapeUnpaired()(**examples(SMALL, seed=0, ref=None)), {}, ValueError,
         r"one value for each of 6 sequences, got \(\)"),
     # The reference, and the reference point
     "kl-missing": (kto, {"kl": None}, ValueError, "needs a reference point: pass kl, or kl_input .* got neither"),
     "kl-not-a-scalar": (kto, {"kl": f64(B)}, ValueError, rf"kl must be a scalar, got a tensor of shape \({B},\)"),
-    "kl-text": (kto, {"kl": "batch"}, TypeError, "kl must be a float or a floating.*, got str"),
     "kl-twice": (kto, MISMATCHED | {"kl": 0.0}, ValueError, "twice: as kl and as kl_input, kl_target, ref_kl_logps"),
     "kl-of-apo": (kto, APO, ValueError, "KTOLoss takes no kl: the reference point that it asks for is none"),
-    "delta-of-kto": (kto, {"kl": None, "delta": 0.0}, ValueError, "KTOLoss takes no delta: .* asks for is kl"),
     # Mismatched completions
-    "mismatched-without-target": (kto, MISMATCHED | {"kl_target": None}, ValueError, "got kl_input, ref_kl_logps"),
     "mismatched-reference-twice": (kto_of_mismatched, {"ref_kl_logps": f64(B)}, ValueError,
         "given twice: as ref_kl_logps and as ref_kl_input"),
-    "mismatched-target-range": (kto_of_mismatched, {"kl_target": ids(B, T, fill=V)}, ValueError,
-        f"kl_target holds {V}, expected ignore_index"),
-    "mismatched-reference-shape": (kto_of_mismatched, {"ref_kl_input": f64(B, T + 1, 8)}, ValueError,
-        rf"ref_kl_input must be \({B}, {T}, 'H_ref'\), as kl_target"),
-    "kto-loss-type": (KTO, {"loss_type": "kto_pair"}, ValueError,
-        r"unknown loss_type 'kto_pair', expected .* \['apo_zero_unpaired', 'kto'\]"),
 }  # fmt: skip
 
 
@@ -325,42 +289,26 @@ NO_LENGTH = "needs a positive max_completion_length, got"
 POLICY = {
     "surrogate": (GRPO, {"surrogate": "ppo"}, "unknown surrogate 'ppo', expected .*cispo.*clip.*, or a Surrogate"),
     "reduction": (GRPO, {"reduction": "mean"}, "unknown reduction 'mean', .*bnpo.*dapo.*dr_grpo.*grpo.*luspo"),
-    "importance-level": (GRPO, {"importance_level": "turn"}, "importance_level 'turn', .*token.*sequence.*trajectory"),
     "delta-of-cispo": (GRPO, {"surrogate": "cispo", "delta": 2.0},
         r"delta=2.0 is not read by surrogate 'cispo', only by \['clip', 'fipo'\]"),
     "level-of-gmpo": (GRPO, {"surrogate": "gmpo", "importance_level": "sequence"}, "must be 'token', got 'sequence'"),
-    "level-of-an-object": (GRPO, {"surrogate": OfTokens(), "importance_level": "sequence"},
-        "surrogate OfTokens takes its ratios per token: importance_level must be 'token', got 'sequence'"),
-    "scope-of-an-object": (lambda: type("Misspelt", (Surrogate,), {"scope": "tokens"}), {},
-        r"Misspelt.scope must be one of \('token', 'sequence', 'batch'\), got 'tokens'"),
     "group-of-one": (GRPO, {"surrogate": "real", "group_size": 1}, "group_size must be 2 or more, got 1"),
-    "cispo-bounds": (GRPO, {"surrogate": "cispo", "cispo_epsilon_low": 0.8, "epsilon_high": 0.2},
-        "cispo_epsilon_low=0.8, .* above epsilon_high=0.2"),
-    "covariance-bounds": (GRPO, {"surrogate": "clip_cov", "clip_cov_lb": 5.0},
-        "clip_cov_lb=5.0 must be below clip_cov_ub=5.0"),
     "kl-estimator": (GRPO, {"beta": 0.1, "kl_estimator": "full"}, "unknown kl_estimator 'full', .*k1.*k2.*k3"),
-    "weights-mode": (of_sampler, {"mode": "mask"}, "unknown mode 'mask', expected .*token_truncate.*geometric_mask"),
     "weights-bounds": (of_sampler, {"clip_min": 4.0}, "clip_min=4.0 must be below clip_max=3.0"),
-    "weights-mask": (of_sampler, {"mask": None}, "mask must be .* got a NoneType"),
     "entropy-coef-bounds": (adaptive_entropy_coef, {"coef": 0.0, "entropy": 0.1, "entropy_coef_min": 2.0},
         "must not be above entropy_coef_max=1.0"),
     "length-0": (GRPO.from_loss_type, {"loss_type": "dr_grpo", "max_completion_length": 0},
         f"reduction 'dr_grpo' {NO_LENGTH} 0"),
-    "length-not-read": (GRPO, {"max_completion_length": 5},
-        r"not read by reduction 'grpo', only by \['dr_grpo', 'seq-mean-token-sum-norm'\]"),
     "num_items-not-read": (grpo, {"num_items": 5}, r"not read by reduction 'grpo', only by \['dapo', 'token-mean'\]"),
     "advantages-shape": (grpo, {"advantages": f64(B - 1)}, rf"advantages must be {PER_SEQUENCE}, got \({B - 1},\)"),
     "attention_mask-additive": (grpo, {"attention_mask": ADDITIVE}, r"must be 0 or 1 at every token, got -1e\+09 to 0"),
-    "ref_logps-of-sequences": (grpo, {"ref_logps": f64(B)}, rf"ref_logps must be {PER_TOKEN}, got \({B},\)"),
     "importance_weights-shape": (grpo, {"importance_weights": f64(T)}, rf"must be {PER_SEQUENCE}, got \({T},\)"),
-    "reference-missing": (grpo, {"_settings": {"beta": 0.1}},
-        "GRPOLoss needs a reference: pass ref_input and ref_weight, or ref_logps"),
     "wrong-shape-from-a-subclass": (lambda: OneNumber()(**rollouts(SMALL, seed=0)), {},
         rf"policy_loss must return {PER_TOKEN}, .* got \(\)"),
 }  # fmt: skip
 
 
-@pytest.mark.few(16, "advantages-shape", "entropy-coef-bounds", "importance_weights-shape", "length-0")
+@pytest.mark.few(11, "advantages-shape", "entropy-coef-bounds", "importance_weights-shape", "length-0")
 @pytest.mark.parametrize("case", POLICY)
 def test_policy(case):
     call, changes, message = POLICY[case]

@@ -156,14 +156,6 @@ def test_a_users_class_called_with_tensors(cls):
     assert_same(cls(*args, **data, beta=0.7), cls(beta=0.7)(**batch), batch["weight"])
 
 
-def test_keywords_that_pass_through_a_users_constructor():
-    assert Shifted(softcap=3.0).options.softcap == 3.0
-    with pytest.raises(TypeError, match=r"^Shifted has no argument 'sofcap': did you mean 'softcap'\?$"):
-        Shifted(sofcap=3.0)
-    with pytest.raises(TypeError, match=r"^Three has no argument 'bata': did you mean 'beta'\?$"):
-        Three(bata=1.0)
-
-
 def test_every_loss_is_in_the_table():
     leaves = {getattr(lc, name) for name in lc.__all__ if name.startswith("LigerFusedLinear") and name.endswith("Loss")}
     assert leaves == {cls for cls, *_ in LOSSES.values()}, "add a loss to LOSSES"
@@ -178,21 +170,14 @@ def of_class(loss: str) -> Any:
 
 # (loss, constructor or call, the name that the user passes, the message's text after "... has no argument '...'")
 NAMES = [
-    ("ORPO", "init", "alpha", ""),
     ("CPO", "init", "alpha", ": it is called 'cpo_alpha' here (the weight of the NLL term; AlphaPO's alpha is 'alpha"),
     ("GRPO", "init", "reward_weights", ": leave it out: weigh the rewards"),
-    ("DPO", "init", "ref_logits", ": a loss takes no logits"),
     ("DPO", "init", "reference_free", ": it is called 'use_ref_model' here (set use_ref_model=False"),
-    ("GRPO", "init", "epsilon", ": it is called 'epsilon_low' here (set 'epsilon_high' too)"),
     ("GRPO", "init", "num_items_in_batch", ": it is called 'num_items' here, an argument of its call"),
     ("GRPO", "call", "min_p", ": it is called 'kept' here (pass KeptIds, the ids that the sampler kept: they are"),
-    ("CrossEntropy", "init", "final_logit_softcapping", ": it is called 'softcap' here"),
     ("JSD", "init", "sofcap", ": did you mean 'softcap'?"),
-    ("CrossEntropy", "call", "labels", ": it is called 'target' here"),
     ("CrossEntropy", "call", "label_smoothing_factor", ": it is called 'label_smoothing' here, an argument of its con"),
-    ("DPO", "call", "hidden_states", ": it is called 'input' here"),
     ("KTO", "call", "label", ": it is called 'preference_labels' here"),
-    ("GRPO", "call", "ref_per_token_logps", ": it is called 'ref_logps' here"),
     ("JSD", "call", "attention_mask", ": it is called 'mask' here"),
 ]
 
@@ -240,8 +225,6 @@ def test_calls_that_do_not_bind(call, message):
 
 
 OUTPUT = SimpleNamespace(last_hidden_state=STATES)
-CAUSAL = SimpleNamespace(logits=STATES, hidden_states=None)
-ENCODING = {"input_ids": IDS, "attention_mask": IDS}
 CROSS_ENTROPY = lc.LigerFusedLinearCrossEntropyLoss()
 PASSED = {
     "linear": ((HEAD, STATES, IDS), TypeError, "weight must be .* got Linear: pass its weight, and bias=its bias"),
@@ -250,12 +233,7 @@ PASSED = {
         ValueError,
         r"got \(6, 7, 5\) .*: weight and input look swapped, the order .* import from liger_chunked.compat, which has",
     ),
-    "not-swapped": ((STATES, STATES, IDS), ValueError, r"weight must be \(V, H\), .* got \(6, 7, 5\)[^:]*$"),
     "output": ((HEAD.weight, OUTPUT, IDS), TypeError, "input .* got SimpleNamespace: pass its last_hidden_state"),
-    "causal-output": ((HEAD.weight, CAUSAL, IDS), TypeError, "input .*: pass the hidden states of the model's body"),
-    "ids": ((HEAD.weight, IDS, IDS), TypeError, "input .* got .* int64 .*: these look like token ids, pass hidden"),
-    "all-layers": ((HEAD.weight, (STATES, STATES), IDS), TypeError, "input .* got tuple: pass one tensor of hidden"),
-    "target-encoding": ((HEAD.weight, STATES, ENCODING), TypeError, "target .* got dict: pass its 'input_ids', shift"),
     "dtypes": (
         (HEAD.weight, STATES.float(), IDS),
         TypeError,
@@ -264,7 +242,7 @@ PASSED = {
 }
 
 
-@pytest.mark.few(10, "dtypes-linear_token_stats", "swapped-call0")
+@pytest.mark.few(4, "dtypes-linear_token_stats", "swapped-call0")
 @pytest.mark.parametrize("call", [CROSS_ENTROPY, lc.LigerFusedLinearCrossEntropyLoss, lc.linear_token_stats])
 @pytest.mark.parametrize("case", PASSED)
 def test_what_to_pass(case, call):

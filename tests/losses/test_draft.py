@@ -279,8 +279,7 @@ def test_models_that_hardly_agree(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.ordinary_memory
-@pytest.mark.parametrize("steps", [1, 4])
-@pytest.mark.parametrize("v_draft", [250, 1009])
+@pytest.mark.parametrize(("steps", "v_draft"), [(1, 1009), (4, 250)])
 def test_memory(steps: int, v_draft: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both models' logits stay within the budget, and no tensor holds all of either's."""
     monkeypatch.setitem(backend.TORCH_BLOCK, "cpu", 1 << 12)
@@ -322,17 +321,12 @@ def test_a_teacher_row_that_exceeds_the_budget_is_projected_again() -> None:
     ("settings", "match"),
     [
         ({"divergence": "cosine"}, "divergence must be one of .* got 'cosine'"),
-        ({"beta": 0.5}, "beta=0.5 is not read by divergence='kl'"),
         ({"divergence": "jsd", "beta": 1.0}, "beta must be between 0 and 1, got 1.0"),
         ({"renormalize": True}, "renormalize=True needs draft_ids"),
-        ({"skip_outside": True}, "skip_outside=True needs draft_ids"),
         ({"step_decay": 0.0}, "step_decay must be positive, got 0.0"),
-        ({"ignore_index": 0}, "ignore_index=0 is not read"),
         ({"logits_dtype": torch.float32}, "logits_dtype=torch.float32 is not read"),
         ({"draft_ids": torch.ones(5, dtype=torch.bool)}, "draft_ids must be a tensor of token ids .* t2d.nonzero"),
         ({"draft_ids": torch.tensor([3, 3])}, "draft_ids holds an id twice"),
-        ({"draft_ids": torch.tensor([-1, 3])}, "draft_ids holds -1"),
-        ({"draft_ids": torch.zeros(2, 2, dtype=torch.int64)}, r"draft_ids must be \(V_draft,\)"),
     ],
 )
 def test_settings_that_do_not_fit(settings: dict[str, Any], match: str) -> None:
@@ -343,16 +337,12 @@ def test_settings_that_do_not_fit(settings: dict[str, Any], match: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"input": torch.zeros(B, H)}, r"input must be \(K, B, T, H\) or \(K, N, H\)"),
         ({"teacher_input": torch.zeros(B, T - 1, H_TEACHER)}, r"teacher_input must be \(2, 9, 'H_teacher'\)"),
         ({"teacher_weight": torch.zeros(36, H_TEACHER), "teacher_bias": None}, "draft_ids holds 36"),
         ({"weight": torch.zeros(4, H), "bias": None}, "draft_ids must have an id for each of the 4 rows"),
-        ({"mask": torch.ones(B, T)}, "mask must be a bool tensor"),
         ({"mask": torch.ones(T, dtype=torch.bool)}, r"mask must be \(2, 2, 9\), .* or \(2, 9\)"),
-        ({"position_weight": torch.ones(B, T, dtype=torch.int64)}, "position_weight must be a floating-point tensor"),
         ({"teacher_rows": torch.full((2, B, T), B * T)}, "teacher_rows holds 18, expected a row of teacher_input"),
         ({"teacher_rows": torch.zeros(B, T, dtype=torch.int64)}, r"teacher_rows must be \(2, 2, 9\)"),
-        ({"teacher_rows": torch.zeros(2, B, T)}, "teacher_rows must be a tensor of integers"),
     ],
 )
 def test_input_that_does_not_fit(changes: dict[str, Any], match: str) -> None:
@@ -361,10 +351,9 @@ def test_input_that_does_not_fit(changes: dict[str, Any], match: str) -> None:
         LigerFusedLinearDraftLoss(draft_ids=IDS)(**given | changes)
 
 
-@pytest.mark.parametrize("steps", [1, 3])
-def test_in_a_whole_graph(steps: int) -> None:
+def test_in_a_whole_graph() -> None:
     """The rows that count and those that share a teacher's row are unknown while a graph is traced."""
-    given, mask = batch(steps), torch.arange(B * T).view(B, T) % 3 != 1
+    given, mask = batch(3), torch.arange(B * T).view(B, T) % 3 != 1
     loss = LigerFusedLinearDraftLoss(draft_ids=IDS)
 
     def run(call: Any) -> tuple[list[Tensor], list[Tensor]]:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from liger_chunked import (
-    LigerFusedLinearCosineSimilarityLoss,
     LigerFusedLinearJSDLoss,
     LigerFusedLinearKLDivLoss,
     LigerFusedLinearTVDLoss,
@@ -115,15 +114,3 @@ def test_a_wrong_top_k_is_refused(arguments: dict[str, Any], error: type[Excepti
     given = {"ids": torch.zeros(2, 3, dtype=torch.int64), "logps": torch.zeros(2, 3)} | arguments
     with pytest.raises(error, match=message):
         TopK(**given)
-
-
-def test_a_teacher_given_twice_or_to_a_loss_of_logits_is_refused() -> None:
-    weight, hidden, target, teacher_logits = tensors()
-    logps, ids = teacher_logits.log_softmax(-1).topk(K)
-    teacher = TopK(ids, logps)
-    with pytest.raises(ValueError, match=r"given twice: as teacher=TopK.* and as teacher_ids"):
-        LigerFusedLinearKLDivLoss()(weight, hidden, target=target, teacher=teacher, teacher_ids=ids)
-    with pytest.raises(TypeError, match="teacher must be a TopK"):
-        LigerFusedLinearKLDivLoss()(weight, hidden, target=target, teacher=(ids, logps))
-    with pytest.raises(ValueError, match="needs the teacher's logits"):
-        LigerFusedLinearCosineSimilarityLoss()(weight, hidden, target=target, teacher=teacher)

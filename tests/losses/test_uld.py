@@ -177,12 +177,8 @@ def test_refusals() -> None:
     refused: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"teacher_input": given["teacher_input"][1:]}, ValueError, r"teacher_input must be \(14, 'H_teacher'\)"),
         ({"scale": given["scale"][1:]}, ValueError, r"scale must be \(14,\) on cpu, one value for each row of input"),
-        ({"teacher_scale": 1.0}, TypeError, "teacher_scale must be a floating-point tensor, got float"),
         ({"scale": torch.ones(N, dtype=torch.long)}, TypeError, "scale must be a floating-point tensor"),
-        ({"mask": torch.ones(N)}, TypeError, "mask must be a bool tensor"),
         ({"vocab_shard": 3}, ValueError, "sorts whole rows of logits, got vocab_shard: gather the weights"),
-        ({"teacher_weight": given["teacher_weight"][:, 1:]}, ValueError, "teacher_weight"),
-        ({"target": torch.zeros(N)}, TypeError, "target"),
     ]
     for changes, error, message in refused:
         with pytest.raises(error, match=message):
