@@ -6,7 +6,7 @@ A new loss adds rows here, not a test file.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -278,6 +278,20 @@ def relative_error(x: Tensor, exact: Tensor) -> float:
     """Return the norm of the error over the norm of the exact value, or the norm of the error if that is zero."""
     norm = float(exact.norm())
     return float((x.double() - exact).norm()) / (norm or 1.0)
+
+
+def leaves_of(batch: Batch, names: Iterable[str] = PARAMETERS) -> Batch:
+    """Return copies of the tensors with these names, as leaves that require a gradient."""
+    return {name: batch[name].detach().clone().requires_grad_() for name in names if name in batch}
+
+
+def assert_same(ours: Mapping[str, Tensor], exact: Mapping[str, Tensor], tolerance: float = 1e-12) -> None:
+    """Compare tensors by name. In float64, the order of sums alone may differ."""
+    assert ours.keys() == exact.keys()
+    for name, expected in exact.items():
+        assert ours[name].shape == expected.shape, name
+        error = relative_error(ours[name], expected)
+        assert error < tolerance, f"{name}: {error:.2e}"
 
 
 # The bound is a factor times the error of eager code in the same dtype. Both round the same numbers once, in another

@@ -16,7 +16,20 @@ import pytest
 import torch
 from ranks import join
 from sampling import on_paths
-from table import ROWS, SMALL, Batch, Row, evaluate, moved, relative_error, rollouts, rows, students, tokens
+from table import (
+    ROWS,
+    SMALL,
+    Batch,
+    Row,
+    assert_same,
+    evaluate,
+    moved,
+    relative_error,
+    rollouts,
+    rows,
+    students,
+    tokens,
+)
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -106,8 +119,7 @@ def capturing() -> Iterator[Waits]:
 
 def close(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert ours.keys() == expected.keys()
-    for name, x in expected.items():
-        assert relative_error(ours[name], x) < 1e-12, name
+    assert_same(ours, expected)
 
 
 def waits_for_a_count(row: Row) -> bool:

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import logging
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import pytest
@@ -188,17 +187,6 @@ def test_who_asked_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.clear()
     torch.relu(case.head(case.x))
     assert "relu at " in caplog.text
-
-
-class Squares(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return (x**2).sum()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return 2 * gradient * ctx.saved_tensors[0]
 
 
 def test_work_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -545,22 +533,3 @@ def test_a_mean_that_needs_no_product() -> None:
     torch.testing.assert_close(capped.mean(-1), (30 * torch.tanh(expected / 30)).mean(-1))
     assert not capped.is_computed
     handle.remove()
-
-
-# Kept before any head defers, as in torch's own tutorial.
-kept_apply = Squares.apply
-
-
-def test_an_apply_that_was_kept_before() -> None:
-    case = Case()
-    exact, _ = case.step(kept_apply)
-    defer_logits(case.head)
-    if isinstance(kept_apply, MethodType):
-        found, _ = case.step(kept_apply)
-        assert all(torch.equal(x, e) for x, e in zip(found, exact, strict=True))
-        return
-    for use in (kept_apply, lambda z: kept_apply(z.float() * 2)):  # since torch 2.14, a method of C
-        with pytest.raises(RuntimeError, match=r"Write Squares\.apply where it is called, or pass logits\.tensor\(\)"):
-            case.step(use)
-    with torch.no_grad():
-        assert kept_apply(case.head(case.x)) == exact[0]  # without a gradient, none is lost

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import math
-import weakref
 from functools import partial
 
 import eager
@@ -19,6 +17,7 @@ from table import (
     ROWS,
     SMALL,
     Sizes,
+    assert_same,
     evaluate,
     moved,
     n_valid,
@@ -39,19 +38,12 @@ from liger_chunked import (
     linear_token_stats,
 )
 from liger_chunked.engine import choose
-from liger_chunked.engine.source import LogitsSource
 
 by_row = pytest.mark.parametrize("row", ROWS, ids=repr)
 by_path = pytest.mark.parametrize("row", on_paths())
 EXACT = 1e-12
 SEVERAL_CHUNKS = 8 * 9 * SMALL.vocab  # a budget of nine tokens in float64
 FLOAT16_ULP = torch.finfo(torch.float16).eps
-
-
-def assert_same(ours: dict[str, Tensor], exact: dict[str, Tensor], tolerance: float = EXACT) -> None:
-    assert ours.keys() == exact.keys()
-    for name in exact:
-        assert relative_error(ours[name], exact[name]) < tolerance, name
 
 
 # Frozen parts
@@ -541,24 +533,3 @@ def test_micro_batches_add_up_to_the_batch(loss, sample, count):
         return total
 
     assert_same(evaluate(accumulated, batch), evaluate(whole, batch))
-
-
-def test_a_backward_without_gradients_frees_the_last_tile(device):
-    """A later operation may stop the gradient."""
-
-    class Stop(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return None
-
-    weight, input = torch.randn(7, 4, device=device, requires_grad=True), torch.randn(3, 4, device=device)
-    stats = linear_token_stats(weight, input, torch.tensor([1, 2, 3], device=device))
-    held = [weakref.ref(x) for x in gc.get_objects() if type(x) is LogitsSource and x.head.weight.shape == (7, 4)]
-    assert held
-    Stop.apply(stats.logps).sum().backward()
-    gc.collect()
-    assert all(of_pass() is None for of_pass in held) and weight.grad is None

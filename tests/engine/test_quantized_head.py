@@ -22,7 +22,7 @@ pytest.importorskip("peft")
 import peft
 from model_zoo import BY_ID
 from spies import Memory
-from table import Batch, assert_rounds_as_eager_code, relative_error
+from table import Batch, assert_rounds_as_eager_code, assert_same, relative_error
 from test_lora_head import (
     PEFT_WARNINGS,
     dpo,
@@ -227,8 +227,7 @@ TRAINED = {
 def assert_equal_gradients(model: Any, found: Tensor, eager: Any, expected: Tensor) -> None:
     ours, theirs = gradients_of(model, found), gradients_of(eager, expected)
     assert ours.keys() == theirs.keys() and any("lora_B" in name for name in ours)
-    for name, gradient in theirs.items():
-        assert relative_error(ours[name], gradient) < 1e-9, name
+    assert_same(ours, theirs, 1e-9)
 
 
 @pytest.mark.few(4, "stand-in of bitsandbytes-sft-head")

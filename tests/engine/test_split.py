@@ -1,4 +1,4 @@
-"""Statistics and losses that two ranks split, by vocabulary or by positions: each rank compares its part with the whole.
+"""What two ranks split, by vocabulary or by positions: each rank compares its part with the whole.
 
 `tests/ranks` has every loss; here are arguments that the rows of its table do not have.
 """

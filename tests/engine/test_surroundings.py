@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from sampling import on_paths
 from spies import Memory
-from table import PARAMETERS, ROWS, SMALL, Batch, Row, Sizes, evaluate, moved, rows, tokens
+from table import ROWS, SMALL, Batch, Row, Sizes, evaluate, leaves_of, moved, rows, tokens
 from torch import Tensor
 from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
@@ -40,10 +40,6 @@ some_rows = pytest.mark.parametrize(
 SEVERAL_CHUNKS = 8 * 9 * SMALL.vocab  # a budget of nine tokens in float64
 CHANGED = "modified by an inplace operation"
 REFUSED = "second derivatives .* are not supported"
-
-
-def leaves_of(batch: Batch) -> Batch:
-    return {name: batch[name].detach().clone().requires_grad_() for name in PARAMETERS if name in batch}
 
 
 def assert_equal(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

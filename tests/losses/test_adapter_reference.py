@@ -20,7 +20,7 @@ pytest.importorskip("peft")
 
 import peft
 from model_zoo import BY_ID
-from table import relative_error
+from table import assert_same, relative_error
 from test_lora_head import PEFT_WARNINGS, gradients_of, labelled, next_tokens
 from torch import Tensor
 
@@ -130,8 +130,7 @@ def test_the_reference_is_the_model_before_peft(name):
     assert relative_error(found.detach(), expected.detach()) < 1e-9
     theirs = gradients_of(model, expected)
     assert theirs and ours.keys() == theirs.keys()
-    for parameter, gradient in theirs.items():
-        assert relative_error(ours[parameter], gradient) < 1e-9, parameter
+    assert_same(ours, theirs, 1e-9)
 
 
 def test_another_adapter_as_reference():

@@ -8,7 +8,7 @@ import eager
 import pytest
 import torch
 import torch.nn.functional as F
-from table import SMALL, evaluate, moved, relative_error, rows_like, students
+from table import SMALL, assert_same, evaluate, moved, rows_like, students
 from torch import Tensor
 
 from liger_chunked import (
@@ -86,8 +86,7 @@ def test_without_a_target_all_tokens_count_and_nothing_is_hard():
     assert loss == pytest.approx(oracle.item(), rel=1e-12) == pytest.approx(0.5 * metrics.soft_loss.item(), rel=1e-12)
     masked = evaluate(lambda b: LigerFusedLinearJSDLoss()(**b, mask=valid)[0], batch)
     exact = evaluate(lambda b: eager.distillation(**b, mask=valid)[0], batch)
-    for name in exact:
-        assert relative_error(masked[name], exact[name]) < 1e-12, name
+    assert_same(masked, exact)
 
 
 def test_flat_tokens_and_a_teacher_of_another_dtype():
@@ -113,8 +112,7 @@ def test_top_k_of_the_whole_vocabulary_is_the_divergence(name):
     student = {n: x for n, x in batch.items() if not n.startswith("teacher_")}
     full = evaluate(lambda b: LOSSES[name](**b)[0], batch)
     top = evaluate(lambda b: LOSSES[name](**b, teacher_logps=logps, teacher_ids=ids)[0], student)
-    for key in full:
-        assert relative_error(top[key], full[key]) < 1e-9, key
+    assert_same(top, full, 1e-9)
 
 
 @pytest.mark.few(2)
@@ -128,8 +126,7 @@ def test_gradients_of_a_top_k(row, target, device):
     if not target:
         del batch["target"]
     ours, exact = evaluate(row.ours, batch), evaluate(row.oracle, moved(batch, torch.float64))
-    for name in exact:
-        assert relative_error(ours[name], exact[name]) < 2e-6, name
+    assert_same(ours, exact, 2e-6)
 
 
 def test_certain_student_of_a_top_k_is_finite():
@@ -163,8 +160,7 @@ def test_divergence_of_ones_own(budget):
     kl, reverse = (LigerFusedLinearKLDivLoss(reverse=r, weight_hard_loss=0.25) for r in (False, True))
     ours = evaluate(lambda b: SymmetricKL(logits_budget=budget)(**b)[0], batch)
     exact = evaluate(lambda b: kl(**b)[0] + reverse(**b)[0], batch)
-    for name in exact:
-        assert relative_error(ours[name], exact[name]) < 1e-12, name
+    assert_same(ours, exact)
 
 
 def test_divergence_of_the_wrong_shape():

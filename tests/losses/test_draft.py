@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from spies import Memory, flop_counter
-from table import Batch, assert_rounds_as_eager_code, moved, relative_error
+from table import Batch, assert_rounds_as_eager_code, assert_same, moved, relative_error
 from torch import Tensor
 
 from liger_chunked import AdaptedWeight, DraftMetrics, LigerFusedLinearDraftLoss, LogitOptions
@@ -210,8 +210,7 @@ def test_rows_of_the_teacher_by_index(budget: int | None) -> None:
     loss = LigerFusedLinearDraftLoss(draft_ids=IDS, logits_budget=budget)
     found = with_gradients(lambda given: loss(**given, teacher_rows=index), given)
     expected = with_gradients(exact, given)
-    for name in expected:
-        assert relative_error(found[name], expected[name]) < BOUND, name
+    assert_same({name: found[name] for name in expected}, expected, BOUND)
 
 
 def test_bias_of_the_previous_token() -> None:

@@ -12,7 +12,7 @@ import eager
 import pytest
 import torch
 from spies import flop_counter
-from table import POLICY, SMALL, Batch, Sizes, evaluate, moved, n_valid, relative_error, rollouts
+from table import POLICY, SMALL, Batch, Sizes, assert_same, evaluate, moved, n_valid, relative_error, rollouts
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -43,12 +43,6 @@ def grpo(
 ) -> Tensor:
     loss = LigerFusedLinearGRPOLoss(**settings)
     return loss(**batch, num_items=num_items, accumulation_steps=accumulation_steps)[0]
-
-
-def assert_same(ours: dict[str, Tensor], exact: dict[str, Tensor], tolerance: float = EXACT) -> None:
-    assert ours.keys() == exact.keys()
-    for name in exact:
-        assert relative_error(ours[name], exact[name]) < tolerance, name
 
 
 class Spy(LigerFusedLinearPolicyBase):
@@ -141,19 +135,6 @@ def test_empty_completions_count_in_the_batch_and_add_nothing(row):
 
 
 # Denominators
-
-
-def test_accumulation_steps_are_of_a_bonus_with_num_items():
-    batch = rollouts(SMALL, seed=31)
-    bonus = LigerFusedLinearGRPOLoss(reduction="dapo", entropy_coef=0.3)
-    for steps in (None, 0):
-        with pytest.raises(ValueError, match=f"num_items and entropy_coef need accumulation_steps, .* got {steps}"):
-            bonus(**batch, num_items=50, accumulation_steps=steps)
-    with pytest.raises(TypeError, match=r"accumulation_steps must be an int or None, got 1.5"):
-        bonus(**batch, num_items=50, accumulation_steps=1.5)
-    for loss, options in ((bonus, {}), (LigerFusedLinearGRPOLoss(reduction="dapo"), {"num_items": 50})):
-        with pytest.raises(ValueError, match="accumulation_steps=2 divides the entropy bonus of a call with num_items"):
-            loss(**batch, accumulation_steps=2, **options)
 
 
 @pytest.mark.few(3)

@@ -10,7 +10,7 @@ import eager
 import pytest
 import torch
 import torch.nn.functional as F
-from table import SMALL, Sizes, evaluate, pairs, relative_error
+from table import SMALL, Sizes, assert_same, evaluate, pairs, relative_error
 from torch import Tensor
 
 from liger_chunked import (
@@ -26,11 +26,6 @@ from liger_chunked import (
 from liger_chunked.losses.formulas import complement, log_odds
 
 SEVERAL_CHUNKS = 8 * 9 * SMALL.vocab
-
-
-def assert_same(ours: dict[str, Tensor], exact: dict[str, Tensor], tolerance: float = 1e-12) -> None:
-    for name in exact:
-        assert relative_error(ours[name], exact[name]) < tolerance, name
 
 
 def one_pair_of(probability: float, rejected: float, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -183,34 +178,6 @@ def test_focal_loss_at_certainty(gamma):
     assert result["loss"] == 0
     assert (result["weight"] == 0).all()
     assert (result["input"] == 0).all()
-
-
-# Metrics, as TRL logs them
-
-
-def test_accuracies_and_margins():
-    batch = pairs(SMALL, seed=0)
-    metrics = LigerFusedLinearDPOLoss(beta=0.3)(**batch)[1]
-    exact = 0.3 * torch.stack(reference_logratios(batch))
-    assert torch.allclose(metrics.reward_margins, exact[0] - exact[1])
-    assert torch.equal(metrics.reward_accuracies, (exact[0] > exact[1]).to(exact.dtype))
-    assert 0 < metrics.reward_accuracies.mean() < 1
-    # A tie counts as a failure.
-    half = SMALL.sequences // 2
-    for name in ("input", "target", "ref_input"):
-        batch[name][half:] = batch[name][:half]
-    metrics = LigerFusedLinearDPOLoss()(**batch)[1]
-    assert not metrics.reward_accuracies.any() and not metrics.reward_margins.any()
-
-
-def reference_logratios(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the log-ratios of the chosen and of the rejected sequences, from full logits."""
-    sums = [
-        eager.token_stats(batch[f"{p}weight"], batch[f"{p}input"], batch["target"], batch[f"{p}bias"])["logps"]
-        for p in ("", "ref_")
-    ]
-    chosen, rejected = (sums[0] - sums[1]).sum(1).chunk(2)
-    return chosen, rejected
 
 
 # A pair with one empty sequence

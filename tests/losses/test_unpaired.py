@@ -7,7 +7,7 @@ from functools import partial
 import eager
 import pytest
 import torch
-from table import SMALL, Batch, evaluate, examples, relative_error
+from table import SMALL, Batch, assert_same, evaluate, examples
 from torch import Tensor
 
 from liger_chunked import (
@@ -25,12 +25,6 @@ def kto(batch: Batch, **settings) -> Tensor:
 
 def kto_exact(batch: Batch, **settings) -> Tensor:
     return eager.kto(**batch, **settings)
-
-
-def assert_same(ours: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
-    assert ours.keys() == exact.keys()
-    for name in exact:
-        assert relative_error(ours[name], exact[name]) < EXACT, name
 
 
 # The batch

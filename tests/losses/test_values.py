@@ -16,10 +16,10 @@ from table import (
     Batch,
     Sizes,
     assert_rounds_as_eager_code,
+    assert_same,
     evaluate,
     moved,
     n_valid,
-    relative_error,
     rms,
     rows,
 )
@@ -62,8 +62,7 @@ def assert_right_in_float64(row, budget: str, device: str) -> None:
     ours = evaluate(partial(row.ours, logits_budget=elements and 8 * elements), batch)
     exact = evaluate(row.oracle, batch)
     assert ours.keys() == exact.keys()
-    for name, value in ours.items():
-        assert relative_error(value, exact[name]) < 1e-12, name
+    assert_same(ours, exact)
 
 
 @by_path
@@ -79,8 +78,7 @@ def test_float64_matches_oracle_in_slices_of_the_vocabulary(row, rows_in_budget,
     batch = moved(row.sample(sizes, seed=1), device=device)
     ours = evaluate(partial(row.ours, logits_budget=8 * rows_in_budget * sizes.vocab), batch)
     exact = evaluate(row.oracle, batch)
-    for name, value in ours.items():
-        assert relative_error(value, exact[name]) < 1e-12, name
+    assert_same(ours, exact)
 
 
 # A wrong term is off by far more, and rounding (6e-8 per number) by far less.
@@ -128,8 +126,7 @@ def assert_right_in_float32(row, elements: int, device: str) -> None:
     batch = moved(row.sample(SMALL, seed=0), torch.float32, device)
     ours = evaluate(partial(row.ours, logits_budget=4 * elements), batch)
     exact = evaluate(row.oracle, moved(batch, torch.float64))
-    for name, value in ours.items():
-        assert relative_error(value, exact[name]) < WRONG_IN_FLOAT32, name
+    assert_same(ours, exact, WRONG_IN_FLOAT32)
 
 
 def test_slices_of_the_vocabulary_are_what_they_are_called():
