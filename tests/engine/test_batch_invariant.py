@@ -79,28 +79,6 @@ def test_bits_of_an_adapter_and_temperatures() -> None:
     compare(given, ALL, invariant(**given, outputs=ALL))
 
 
-@pytest.mark.few(1)
-@compiled_only
-@pytest.mark.parametrize("low_rank", [False, True])
-def test_bits_do_not_follow_the_strides_of_the_input(low_rank: bool) -> None:
-    generator = torch.Generator().manual_seed(0)
-    weight, input = (torch.randn(n, 65, generator=generator).half() for n in (1000, 17))
-    target = torch.randint(1000, (17,), generator=generator)
-    head: Tensor | AdaptedWeight = weight
-    by_column = input.t().contiguous().t()
-
-    def values(x: Tensor) -> list[Tensor]:
-        given = head if x is input or not low_rank else AdaptedWeight(weight, up, lambda _: u.t().contiguous().t())
-        stats = linear_token_stats(given, x, target, outputs=FLOATS, deterministic="batch")
-        return [getattr(stats, name) for name in FLOATS]
-
-    if low_rank:
-        up, u = (torch.randn(n, 65, generator=generator).half() / 8 for n in (1000, 17))
-        head = AdaptedWeight(weight, up, lambda _: u)
-    for name, a, b in zip(FLOATS, values(input), values(by_column), strict=True):
-        assert torch.equal(a, b), name
-
-
 def test_the_default_follows_the_batch() -> None:
     """Otherwise the tests above show nothing."""
     given = batch(torch.float32)
@@ -183,18 +161,6 @@ def passes(by_epilogue: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return tiles
 
 
-def oracle(**given: Any) -> dict[str, Tensor]:
-    """Return what eager code does, for `temperature` of tokens in three calls."""
-    temperature = given.get("temperature")
-    if not isinstance(temperature, Tensor):
-        return eager.token_stats(**given)
-    parts = []
-    for rows in torch.arange(N, device=temperature.device).split(N // 3):
-        some = {"input": given["input"][rows], "target": given["target"][rows]}
-        parts.append(eager.token_stats(**given | some | {"temperature": float(temperature[rows[0]])}))
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-
-
 def coarse(dtype: torch.dtype, device: str) -> dict[str, Any]:
     """Return a batch whose logits are multiples of 1/8 below 16, which every dtype holds. Many are equal."""
     generator = torch.Generator().manual_seed(5)
@@ -235,8 +201,8 @@ def test_values_and_gradients_of_logits_in_memory(name: str, device: str, passes
         return {x: y.detach() for x, y in values.items()}, torch.autograd.grad(total, leaves)
 
     values, gradients = evaluate(invariant, torch.bfloat16, **options, logits_budget=budget)
-    exact, exact_gradients = evaluate(oracle, torch.float64, **options)
-    _, eager_gradients = evaluate(oracle, torch.bfloat16, **options)
+    exact, exact_gradients = evaluate(eager.token_stats, torch.float64, **options)
+    _, eager_gradients = evaluate(eager.token_stats, torch.bfloat16, **options)
     assert passes == [1 if budget is None else 10]
     valid = given["target"] != -100
     for x in ALL:
@@ -309,26 +275,3 @@ def test_bits_of_logits_in_memory(name: str, wide: bool, device: str, passes: li
         return
     leaf = given["input"].clone().requires_grad_()
     assert torch.equal(values(everything, input=leaf)[0].detach(), every[0])
-
-
-@pytest.mark.triton
-@pytest.mark.parametrize("hidden", [896, 1536, 2048])
-def test_bits_of_many_tokens_of_logits_in_memory(hidden: int, device: str, passes: list[int]) -> None:
-    """The matrix library would take other tiles for other numbers of rows."""
-    if device == "cpu":
-        pytest.skip("compares kernels for a GPU")
-    generator = torch.Generator(device).manual_seed(hidden)
-    x, weight = (torch.randn(n, hidden, device=device, generator=generator).bfloat16() for n in (4096, 16000))
-    weight *= 2 * hidden**-0.5
-    target = torch.randint(16000, (4096,), device=device, generator=generator)
-
-    def values(rows: slice, budget: int | None = None) -> list[Tensor]:
-        options = {"softcap": 30.0, "outputs": ("logps", "lse", "entropy"), "logits_budget": budget}
-        found = invariant(weight, x[rows], target[rows], **options)
-        return [getattr(found, name) for name in ("logps", "lse", "entropy")]
-
-    every = values(slice(None))
-    for rows, budget in ((slice(None), 2 * 16000 * 300), (slice(5, 6), None), (slice(1001, 1300), None)):
-        for found, expected in zip(values(rows, budget), every, strict=True):
-            assert torch.equal(found, expected[rows])
-    assert max(passes) > 10

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 import pickle
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 
 import pytest
 import table
 import torch
-from table import ROWS, SMALL, Batch, evaluate, moved, n_valid, pairs, tokens
+from table import ROWS, SMALL, Batch, evaluate, moved, pairs, tokens
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
@@ -30,7 +25,6 @@ from liger_chunked import (
     Pairs,
     linear_token_stats,
 )
-from liger_chunked.engine import sink, source
 from liger_chunked.losses.base import FusedLoss, SequenceLoss, StatsLoss
 
 pytestmark = [
@@ -106,68 +100,6 @@ def test_as_eager(row, device, monkeypatch):
     assert seen
     for name, value in exact.items():
         torch.testing.assert_close(ours[name], value, rtol=1e-12, atol=1e-15, msg=name)
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_metrics_of_the_cross_entropy(reduction):
-    batch = tokens(SMALL, seed=0)
-    batch["weight"].requires_grad_()
-    asked = {"return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True}
-    for drop in (None, *asked):
-        options = asked | ({drop: False} if drop else {})
-        checked(LigerFusedLinearCrossEntropyLoss(reduction=reduction, lse_square_scale=1e-2, **options), [])(**batch)
-
-
-# FLOPs
-
-
-@pytest.fixture
-def products(monkeypatch) -> list[int]:
-    """Multiplications in each product of a head."""
-    done: list[int] = []
-    project, accumulate = source.LogitsSource.project, sink.accumulate
-
-    def projected(self, x, *others):
-        logits = project(self, x, *others)
-        done.append(logits.numel() * x.shape[1])
-        return logits
-
-    def accumulated(out, a, b, first):
-        done.append(a.numel() * b.shape[1])
-        accumulate(out, a, b, first)
-
-    monkeypatch.setattr(source.LogitsSource, "project", projected)
-    monkeypatch.setattr(sink, "accumulate", accumulated)
-    return done
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize(
-    ("reduction", "trainable", "grad", "expected"),
-    [
-        pytest.param("mean", ("weight", "input", "bias"), True, 3, id="trainable-head"),
-        pytest.param("mean", ("input",), True, 2, id="frozen-head"),
-        pytest.param("mean", ("weight",), True, 2, id="frozen-input"),
-        pytest.param("mean", ("bias",), True, 1, id="only-the-bias"),
-        pytest.param("mean", (), True, 1, id="nothing-trainable"),
-        pytest.param("mean", ("weight", "input"), False, 1, id="no_grad"),
-        pytest.param("none", ("weight", "input"), True, 4, id="per-token"),  # the backward runs the call again
-        pytest.param("none", ("input",), True, 3, id="per-token-frozen-head"),
-        pytest.param("none", ("weight", "input"), False, 1, id="per-token-no_grad"),
-    ],
-)
-def test_work(reduction, trainable, grad, expected, products):
-    batch = tokens(SMALL, seed=0)
-    leaves = {name: batch[name].clone().requires_grad_() for name in trainable}
-    loss = LigerFusedLinearCrossEntropyLoss(reduction=reduction)
-    with torch.set_grad_enabled(grad):
-        value = whole(loss)(**batch | leaves).sum()
-    assert value.requires_grad == (grad and bool(leaves))
-    if value.requires_grad:
-        value.backward()
-        assert all(leaf.grad is not None for leaf in leaves.values())
-    assert sum(products) == expected * n_valid(batch) * SMALL.hidden * SMALL.vocab
 
 
 # Recompilations
@@ -262,12 +194,6 @@ def equal(eager: Callable[[Batch], object], batch: Batch, backend: str = "aot_ea
         assert requires_grad == expected
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("outputs", [("log_sum_sq_probs",), ("logps", "log_sum_sq_probs", "argmax")])
-def test_statistics_without_a_gradient(outputs, backend):
-    equal(lambda batch: linear_token_stats(**batch, outputs=outputs), tokens(SMALL, seed=0), backend)
-
-
 @pytest.mark.parametrize("name", ["ref_weight", "teacher_weight"])
 def test_a_trainable_head_of_another_model(name):
     loss, sample = {
@@ -294,13 +220,6 @@ def test_a_changing_setting_compiles_anew():
     for smoothing, ignore_index, num_items in settings:
         loss = LigerFusedLinearCrossEntropyLoss(label_smoothing=smoothing, ignore_index=ignore_index)
         assert torch.equal(compiled(batch, loss, num_items), smoothed(batch, loss, num_items))
-
-
-def test_hidden():
-    def call(batch: Batch) -> object:
-        return linear_token_stats(batch["weight"], hidden=batch["input"], target=batch["target"], bias=batch["bias"])
-
-    equal(call, tokens(SMALL, seed=0))
 
 
 class Branching(LigerFusedLinearPreferenceBase):
@@ -384,69 +303,6 @@ def test_a_loss_that_no_longer_exists():
         value.backward()
 
 
-CXX = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a compiler")
-CACHED = """
-import sys, torch
-from liger_chunked import LigerFusedLinearCrossEntropyLoss
-loss = LigerFusedLinearCrossEntropyLoss(reduction=sys.argv[1])
-weight, input = (torch.linspace(-1, 1, n * 5).view(n, 5).requires_grad_() for n in (7, 3))
-call = lambda weight, input: loss(weight, input.sin(), torch.tensor([1, 2, 3])).sum()
-for f in (call, torch.compile(call, fullgraph=True)):
-    print(*(x.sum().item() for x in torch.autograd.grad(f(weight, input), [weight, input])))
-print(torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"])
-"""
-
-
-@CXX
-@pytest.mark.exhaustive
-def test_graphs_of_other_processes(tmp_path):
-    """A second process takes the first one's graph, unless its loss has another setting."""
-    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
-    for reduction, hits in (("mean", 0), ("none", 0), ("mean", 1)):
-        command = [sys.executable, "-W", "ignore", "-c", CACHED, reduction]
-        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        assert run.returncode == 0, run.stderr
-        exact, ours, found = run.stdout.splitlines()
-        assert [float(x) for x in ours.split()] == pytest.approx([float(x) for x in exact.split()], abs=1e-5)
-        assert int(found) == hits
-
-
-# Models
-
-
-def trained(model: nn.Module, call: Callable[[Tensor], Tensor], batches: list[Tensor]) -> list[float]:
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.02), []
-    for batch in batches:
-        optimizer.zero_grad()
-        value = call(batch)
-        value.backward()
-        optimizer.step()
-        losses.append(value.item())
-    return losses
-
-
-@pytest.mark.few(1)
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # raised on import of torch.utils.mkldnn
-@pytest.mark.parametrize(
-    ("loss", "backend"),
-    [
-        # test_at_most_two_recompilations runs their graphs, too.
-        *(pytest.param(loss, "aot_eager", marks=[] if loss == "ce" else pytest.mark.exhaustive) for loss in LOSSES),
-        pytest.param("ce", "inductor", marks=CXX),
-        pytest.param("dpo", "inductor", marks=[CXX, pytest.mark.exhaustive]),
-    ],
-)
-def test_training(loss, backend):
-    torch.manual_seed(0)
-    model = Tiny(LOSSES[loss]())
-    twin = copy.deepcopy(model)
-    batches = list(torch.randint(31, (6, 4, 9)))
-    ours = trained(twin, torch.compile(twin, backend=backend), batches)
-    exact = trained(model, model, batches)
-    assert ours == pytest.approx(exact, rel=1e-5)
-    assert len(set(ours)) == len(ours)
-
-
 # State that a graph does not contain
 
 
@@ -486,26 +342,6 @@ def test_backward_twice():
     second = torch.autograd.grad(loss, leaves, torch.full_like(loss, 2.0))
     for once, twice in zip(first, second, strict=True):
         torch.testing.assert_close(2 * once, twice, rtol=1e-12, atol=0)
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize(
-    ("name", "value", "error"),
-    [
-        ("target", torch.full((6, 7), SMALL.vocab), f"target holds {SMALL.vocab}, expected ignore_index"),
-        ("target", torch.zeros(6, 3, dtype=torch.int64), r"target must be \(6, 7\)"),
-        ("input", torch.zeros(6, 7, 5), "must share a dtype outside autocast: input float32"),
-        ("num_item", 3, "CrossEntropyLoss has no argument 'num_item': did you mean 'num_items'"),
-    ],
-)
-def test_errors_are_those_of_eager_code(name, value, error):
-    batch, loss = tokens(SMALL, seed=0), LigerFusedLinearCrossEntropyLoss()
-    batch["weight"].requires_grad_()
-    with pytest.raises((ValueError, TypeError), match=error):
-        loss(**batch | {name: value})
-    # Dynamo computes shapes before the call runs. As for operations of torch, it raises an error of its own about them.
-    with pytest.raises((ValueError, TypeError, torch._dynamo.exc.TorchDynamoException), match=error):
-        whole(loss)(**batch | {name: value})
 
 
 @pytest.mark.few(1)

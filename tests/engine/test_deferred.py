@@ -5,10 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import pickle
-import threading
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import pytest
@@ -124,14 +121,6 @@ def test_as_real_logits(name: str) -> None:
     assert type(case.head) is nn.Linear and not set(vars(case.head)) - set(vars(nn.Linear(1, 1)))
 
 
-def test_all_ignored() -> None:
-    """0 as all losses of the library, where `F.cross_entropy` is not a number."""
-    case = Case()
-    defer_logits(case.head)
-    found, _ = case.step(lambda z: F.cross_entropy(z.view(-1, V), torch.full((B * T,), -100)))
-    assert not any(x.any() for x in found)
-
-
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 # `deferred/test_checkpoints.py` has the losses in each dtype.
 OF_DTYPE: dict[str, Callable[[Any], Tensor]] = {
@@ -200,17 +189,6 @@ def test_who_asked_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     assert "relu at " in caplog.text
 
 
-class Squares(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return (x**2).sum()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return 2 * gradient * ctx.saved_tensors[0]
-
-
 def test_work_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(backend.TORCH_BLOCK, "cpu", 1 << 12)
     n, h, v = 256, 32, 1009
@@ -227,16 +205,6 @@ def test_work_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     with FlopCounterMode(display=False) as counter:
         F.cross_entropy(head(x).view(-1, v), target.view(-1)).backward()
     assert counter.get_total_flops() == 3 * 2 * n * h * v
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"])
-def test_copies_have_the_budget(copied: Any) -> None:
-    """`deferred/test_containers.py` shows that copies of a model defer, with their own weights."""
-    model = nn.Sequential(nn.LayerNorm(H, dtype=torch.float64), Case().head)
-    defer_logits(model[1], logits_budget="1KiB")
-    twin = copied(model)
-    assert twin[1]._liger_deferral.logits_budget == 1024
-    assert list(twin.state_dict()) == list(model.state_dict())
 
 
 def test_removal() -> None:
@@ -344,34 +312,6 @@ def test_weights_that_change_before_the_logits_exist() -> None:
             changed.add_(1.0)
         with pytest.raises(RuntimeError, match=name):
             of_tokens(z)
-
-
-def test_inference_mode_around_the_call_alone() -> None:
-    """A loss made of inference tensors is a constant in another loss, and does not break its backward."""
-    case = Case()
-    defer_logits(case.head)
-    with torch.inference_mode():
-        z = case.head(case.x)
-    reference = z.log_softmax(-1).gather(-1, IDS[..., None])
-    loss = (case.head(case.x).log_softmax(-1).gather(-1, IDS[..., None]) * reference).sum()
-    loss.backward()
-    assert case.x.grad is not None and case.x.grad.any()
-
-
-def test_threads() -> None:
-    case, results = Case(), []
-    defer_logits(case.head)
-
-    def run(use: Callable[[Any], Tensor]) -> None:
-        for _ in range(5):
-            results.append(of_tokens(use(case.head(case.x.detach()))))
-
-    threads = [threading.Thread(target=run, args=(use,)) for use in 2 * [lambda z: z, lambda z: z.tensor()]]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == 20 and all(torch.allclose(x, results[0]) for x in results)
 
 
 @pytest.mark.parametrize(
@@ -593,63 +533,3 @@ def test_a_mean_that_needs_no_product() -> None:
     torch.testing.assert_close(capped.mean(-1), (30 * torch.tanh(expected / 30)).mean(-1))
     assert not capped.is_computed
     handle.remove()
-
-
-# Kept before any head defers, as in torch's own tutorial.
-kept_apply = Squares.apply
-
-
-def test_an_apply_that_was_kept_before() -> None:
-    case = Case()
-    exact, _ = case.step(kept_apply)
-    defer_logits(case.head)
-    if isinstance(kept_apply, MethodType):
-        found, _ = case.step(kept_apply)
-        assert all(torch.equal(x, e) for x, e in zip(found, exact, strict=True))
-        return
-    for use in (kept_apply, lambda z: kept_apply(z.float() * 2)):  # since torch 2.14, a method of C
-        with pytest.raises(RuntimeError, match=r"Write Squares\.apply where it is called, or pass logits\.tensor\(\)"):
-            case.step(use)
-    with torch.no_grad():
-        assert kept_apply(case.head(case.x)) == exact[0]  # without a gradient, none is lost
-
-
-def test_biases_that_a_head_has_not() -> None:
-    """Of another dtype, after a cut of the vocabulary, and with the only gradient."""
-    case = Case(dtype=torch.bfloat16)
-    wide = OFFSET.float()
-    exact = of_tokens(case.head(case.x).float() + wide)
-    with defer_logits(case.head):
-        assert torch.equal(of_tokens(case.head(case.x).float() + wide), exact)
-    case = Case()
-    short = OFFSET[:31]
-    exact = F.cross_entropy((case.head(case.x)[..., :31] + short).flatten(0, 1), Y.clamp(max=30).flatten())
-    with defer_logits(case.head):
-        z = case.head(case.x)[..., :31] + short
-        torch.testing.assert_close(F.cross_entropy(z.flatten(0, 1), Y.clamp(max=30).flatten()), exact)
-        trained = OFFSET.clone().requires_grad_()
-        assert of_tokens(case.head(case.x).detach() + trained).requires_grad
-
-
-def test_arguments_at_their_limits() -> None:
-    case = Case()
-    real = case.head(case.x)
-    defer_logits(case.head)
-    for use in (
-        lambda z: z.unsqueeze(-4),
-        lambda z: z.narrow(1, 0, z.shape[1]),
-        lambda z: z.narrow(1, 2, 0),
-        lambda z: z.narrow(1, -1, 1),
-        lambda z: z.squeeze((0, 1)),
-        lambda z: z.transpose(-1, -2),
-        lambda z: z[1:2].squeeze(0),
-    ):
-        z = use(case.head(case.x))
-        assert not z.is_computed and torch.equal(z * 1.0, use(real))
-    for wrong in (lambda z: z.narrow(1, 3, 10), lambda z: z.permute(0, 1, 9), lambda z: z.unsqueeze(-5)):
-        for z in (real, case.head(case.x)):
-            with pytest.raises((IndexError, RuntimeError)):
-                wrong(z)
-    assert torch.equal(case.head(case.x).narrow(-1, -3, 3) * 1.0, real.narrow(-1, -3, 3))
-    with pytest.raises((RuntimeError, IndexError)):
-        F.cross_entropy(case.head(case.x).view(-1, V), Y.view(-1).int())

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import eager
 import pytest
 import torch
-from sampling import slow_interpreted
 from spies import Memory
 from table import Batch, evaluate, moved, relative_error
 from torch import Tensor
@@ -156,38 +155,12 @@ def test_settings(settings, device, passes):
     assert passes
 
 
-@pytest.mark.triton
-def test_wide_hidden_states(device, passes):
-    """Float32 logits take longer than the fused epilogue, for any width. The budget is that of exponentials."""
-    generator = torch.Generator().manual_seed(6)
-    weight, input = (torch.randn(n, 3080, generator=generator, dtype=torch.float64) for n in (136, 24))
-    batch = {"weight": weight / 3080**0.5, "input": input, "target": torch.arange(24)}
-
-    def ours(batch: Batch) -> Tensor:
-        return LigerFusedLinearCrossEntropyLoss(logits_dtype=torch.float32, logits_budget=2 * 9 * 136)(**batch)
-
-    assert_error_is_that_of_eager_code(ours, lambda batch: eager.cross_entropy(**batch), batch, device=device)
-    assert passes == [9, 9, 6]
-
-
 @pytest.mark.few(1)
 @pytest.mark.triton
 @pytest.mark.parametrize("trainable", ["weight", "input"])
 def test_frozen(trainable, device, passes):
     compare_cross_entropy(tokens(2), device, trainable=(trainable,))
     assert passes
-
-
-@pytest.mark.triton
-def test_one_chunk(device, passes):
-    """With one chunk, dW is written once in bfloat16, without an accumulator for the target rows; a frozen head
-    has none either."""
-    batch = moved(tokens(2), torch.bfloat16, device)
-    loss = LigerFusedLinearCrossEntropyLoss()
-    evaluate(lambda batch: loss(**batch), batch)
-    assert not passes
-    evaluate(lambda batch: loss(**batch), batch, trainable=("input",))
-    assert passes == [36]
 
 
 @pytest.mark.triton
@@ -205,33 +178,9 @@ def test_strided_inputs(device, passes):
     assert passes
 
 
-@slow_interpreted  # one thread repeats itself
-@pytest.mark.triton
-def test_bitwise_repeatable(device, passes):
-    batch = moved(lost(alternating(tokens(4))), torch.bfloat16, device)
-    loss = LigerFusedLinearCrossEntropyLoss(logits_budget=BUDGET)
-    first, second = (evaluate(lambda batch: loss(**batch), batch) for _ in range(2))
-    for name in first:
-        assert torch.equal(first[name], second[name]), name
-
-
 def sequences(seed: int, n: int = 4, length: int = 10) -> Batch:
     batch = ignored(tokens(seed, n * length))
     return {**batch, **{name: batch[name].unflatten(0, (n, length)) for name in ("input", "target")}}
-
-
-@pytest.mark.triton
-def test_dpo(device, passes):
-    batch = sequences(5)
-    batch["ref_logps"] = -6 - torch.rand(4, 10, dtype=torch.float64)
-    budget = 20 * VOCAB * 2  # one pair with 16 valid tokens
-    assert_error_is_that_of_eager_code(
-        lambda batch: LigerFusedLinearDPOLoss(logits_budget=budget)(**batch)[0],
-        lambda batch: eager.dpo(**batch)[0],
-        batch,
-        device=device,
-    )
-    assert len(passes) == 2
 
 
 class Shifted(LigerFusedLinearPreferenceBase):
@@ -320,22 +269,16 @@ def test_serves_not(change):
 QWEN = {"vocab_size": 151936, "hidden_size": 896, "shape": (4, 2048)}
 AUTOMATIC = {
     "two chunks": ({}, 4096),
-    "a wider head": ({"hidden_size": 2048}, 4096),
     "one too wide": ({"hidden_size": 2056}, 8192),
-    "chunks that are small": ({"shape": (6144,)}, 6144),
     "the smallest chunks": ({"hidden_size": 1536, "shape": (7168,)}, 3584),
     "a chunk that is smaller, the first in whole tiles": ({"hidden_size": 1536, "shape": (7296,)}, 3840),
     "a chunk of one token": ({"loss": LigerFusedLinearKTOLoss(), "shape": (2, 4096), "valid": [4096, 1]}, 4097),
     "small work": ({"vocab_size": 32000}, 8192),
-    "many of them": ({"vocab_size": 32000, "hidden_size": 2048, "shape": (8, 4096)}, 32768),
-    "one chunk in any case": ({"shape": (2, 2048)}, 4096),
     "a device without the tiles": ({"wide_tiles": False}, 8192),
-    "another statistic": ({"loss": LigerFusedLinearCrossEntropyLoss(entropy_weight=0.1)}, 8192),
     "logits with a cap": ({"loss": LigerFusedLinearCrossEntropyLoss(softcap=30.0)}, 8192),
     "a bias": ({"bias": True}, 8192),
     "pairs": ({"loss": LigerFusedLinearDPOLoss()}, 4096),
     "a pair that is not cut": ({"loss": LigerFusedLinearDPOLoss(), "shape": (2, 4096)}, 8192),
-    "a budget": ({"logits_budget": 8192 * 151936 * 2}, 8192),
 }
 
 
@@ -394,14 +337,6 @@ def test_wide_tiles(capability, setting, monkeypatch):
     for text in (None, "9", "10", "9, 10", ""):
         monkeypatch.setattr(backend, "WIDE_TILES", backend.wide_tiles_setting(text))
         assert backend.wide_tiles(capability) == (text in setting)
-
-
-@pytest.mark.few(4)
-@pytest.mark.parametrize("text", ["8", "12", "9;10", "blackwell", "9.0"])
-def test_a_wrong_setting_of_wide_tiles_is_refused(text):
-    expected = f"LIGER_CHUNKED_WIDE_TILES must list major compute capabilities among 9, 10, .* got {text!r}"
-    with pytest.raises(ValueError, match=expected):
-        backend.wide_tiles_setting(text)
 
 
 # Memory

@@ -81,22 +81,6 @@ def test_gradients(kind, wanted, device, passes):
 
 @pytest.mark.few(1)
 @pytest.mark.triton
-@pytest.mark.parametrize(
-    "wanted",
-    [
-        exhaustive([("lse",)], "lse", INTERPRETED),
-        exhaustive([("entropy",)], "entropy", False),
-        exhaustive([("mean_logits",)], "mean_logits", False),
-        exhaustive([("logps", "entropy")], "logps-entropy", INTERPRETED),
-    ],
-)
-def test_each_statistic(wanted, device, passes):
-    compare(tokens(1), device, wanted, **TRANSFORM)
-    assert passes
-
-
-@pytest.mark.few(1)
-@pytest.mark.triton
 @pytest.mark.parametrize("kind", ["plain", "lost"])
 def test_float16(kind, device, passes, monkeypatch):
     """Exponentials of targets far from likely exceed its range: none are stored."""
@@ -206,21 +190,6 @@ def test_values(kind, device, passes):
 
 
 @pytest.mark.triton
-def test_a_value_has_the_same_bits_in_any_batch(device, passes):
-    if device == "cpu":
-        pytest.skip("the interpreter's products follow their shape")
-    batch = moved(tokens(4, n=300), torch.bfloat16, device)
-    every = linear_token_stats(**batch, outputs=ALL)
-    picked = torch.tensor([299, 7, 130, 7, 128, 0], device=device)
-    for part in (picked, picked[:1], torch.arange(17, 216, device=device)):
-        some = {**batch, "input": batch["input"][part], "target": batch["target"][part]}
-        found = linear_token_stats(**some, outputs=ALL)
-        for name in ALL:
-            assert torch.equal(getattr(found, name), getattr(every, name)[part]), name
-    assert passes == [1] * 4
-
-
-@pytest.mark.triton
 @pytest.mark.parametrize("hidden", [896, 1536, 2048])
 def test_a_value_has_the_same_bits_with_a_backward(hidden, device, passes):
     """With a backward, the forward also writes exponentials; the budget sets their tile."""
@@ -262,23 +231,6 @@ def test_entropy_gradient_near_certainty(device, passes, cut_with):
     assert 1e-3 < exact.median() < 0.1
     compare(batch, device, ("entropy",), outputs=("logps", "entropy"), logits_budget=2 * 300 * 128)
     assert passes == [5]
-
-
-@pytest.mark.triton
-def test_backward_is_repeatable_and_follows_hooks(device, passes):
-    batch = moved(tokens(5), torch.bfloat16, device)
-    leaves = [batch[name].requires_grad_() for name in ("weight", "input")]
-
-    def gradients() -> tuple[Tensor, ...]:
-        stats = linear_token_stats(**batch, outputs=("logps", "entropy"), logits_budget=BUDGETS["slices"])
-        return torch.autograd.grad(stats.logps.sum() + 0.3 * stats.entropy.square().sum(), leaves)
-
-    first = gradients()
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
-        hooked = gradients()
-    for a, b, c in zip(first, gradients(), hooked, strict=True):
-        assert torch.equal(a, b) and torch.equal(a, c)
-    assert len(passes) == 3
 
 
 def nearly_certain_of_another_token(device: str) -> Batch:

@@ -201,7 +201,7 @@ FEW_ROWS = 4 * SIZES.vocab * 4  # bytes of float32 logits
 # One case per kernel and per path through the engine.
 INTERPRETED = {
     "ce", "dpo-sigmoid", "grpo-kl", "kl", "kl-reverse", "jsd", "tvd", "cosine", "squared-error", "kl-top-k",
-    "jsd-top-k",
+    "jsd-top-k", "stats-kept",
 }  # fmt: skip
 
 assert set(INTERPRETED) <= {row.id for row in ROWS}

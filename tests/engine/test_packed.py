@@ -90,16 +90,3 @@ def test_refusals(ends: Any, error: type[Exception], message: str) -> None:
         LigerFusedLinearDPOLoss(use_ref_model=False)(
             torch.randn(11, 4), torch.randn(6, 4), torch.randint(11, (6,)), cu_seqlens=ends
         )
-
-
-def test_shapes_beside_packed_sequences_are_refused() -> None:
-    weight, input, target, ends = (
-        torch.randn(11, 4),
-        torch.randn(6, 4),
-        torch.randint(11, (6,)),
-        torch.tensor([0, 2, 6]),
-    )
-    with pytest.raises(ValueError, match=r"input must be \(N, H\), the rows of all sequences, with cu_seqlens"):
-        LigerFusedLinearDPOLoss(use_ref_model=False)(weight, input[None], target[None], cu_seqlens=ends)
-    with pytest.raises(ValueError, match=r"advantages must be \(6,\), one value a token, or \(2,\) or \(2, 1\)"):
-        LigerFusedLinearGRPOLoss()(weight, input, target, torch.ones(3), cu_seqlens=ends)

@@ -12,12 +12,10 @@ import torch.distributed as dist
 from conftest import FreshProcesses
 from torch import Tensor
 
-from liger_chunked.engine import all_rows, select_rows
+from liger_chunked.engine import select_rows
 from liger_chunked.engine.collectives import OncePerGroup
-from liger_chunked.engine.cutting import Chunk, chunks_of_groups, chunks_of_tokens
 from liger_chunked.engine.rows import Group, Rows
 from liger_chunked.engine.saved import save, saved
-from liger_chunked.types import TokenStats
 
 VOCAB, LENGTH = 40, 6
 
@@ -28,39 +26,6 @@ def targets(ignored: bool) -> Tensor:
     if ignored:
         target[0, :2] = target[1] = target[2, 3:] = -100
     return target
-
-
-def chunks_of(rows: Rows) -> tuple[Chunk, ...]:
-    if rows.groups is None:
-        return chunks_of_tokens(rows.n_valid, 5)
-    return chunks_of_groups(rows.groups.host_counts, rows.groups.cut_counts, 7)
-
-
-@pytest.mark.few(5, "pair-False", "pair-True", "sequence-False", "sequence-True")
-@pytest.mark.parametrize("ignored", [False, True])
-@pytest.mark.parametrize("group", ["token", "sequence", "pair"])
-def test_values_return_to_their_positions(group: Group, ignored: bool) -> None:
-    target = targets(ignored)
-    rows = select_rows(target, group, -100, VOCAB)
-    expected = target.where(target != -100, 0)
-    if group == "pair":
-        expected = torch.stack(expected.chunk(2), 1)
-    elif group == "sequence":
-        expected = expected[:, None]
-    assert rows.target is not None
-    parts = []
-    chunks = chunks_of(rows)
-    assert len(chunks) > 1
-    for chunk in chunks:
-        ids = rows.target[chunk.row_slice]
-        assert torch.equal(rows.take(target.view(-1), chunk.row_slice), ids)
-        seen = rows.for_objective(TokenStats(logps=ids), chunk)
-        assert seen.logps is not None
-        assert torch.equal(seen.logps, expected.view(rows.dense_shape)[rows.group_index(chunk)])
-        assert torch.equal(rows.from_objective(seen.logps, chunk), ids)
-        parts.append(seen)
-    assert torch.equal(rows.join(parts).logps, expected.view(rows.dense_shape))
-    assert torch.equal(rows.to_dense(rows.target), expected.view(rows.dense_shape))
 
 
 @pytest.mark.parametrize("group", ["token", "sequence", "pair"])
@@ -83,12 +48,6 @@ def through_autograd(rows: Rows) -> Rows:
     found = saved(ctx)["rows"]
     assert type(found) is type(rows) and found.target is not rows.target
     return found
-
-
-def test_without_a_target_all_rows_count() -> None:
-    rows = all_rows((2, 3))
-    assert rows.n_valid == rows.n_positions == 6 and rows.mask is None
-    assert not any(isinstance(x, Tensor) for x in vars(rows).values())
 
 
 def of_groups(rank: int, folder: str) -> None:

@@ -20,7 +20,7 @@ pytest.importorskip("peft")
 
 import peft
 from model_zoo import BY_ID
-from table import relative_error
+from table import assert_same, relative_error
 from test_lora_head import PEFT_WARNINGS, gradients_of, labelled, next_tokens
 from torch import Tensor
 
@@ -47,29 +47,15 @@ class Case:
 
 CASES = {
     "backbone": Case({"target_modules": ["q_proj"]}),
-    "head": Case({"target_modules": ["lm_head"]}),
     "both": Case({"target_modules": HEAD}),
-    "rslora": Case({"target_modules": HEAD, "use_rslora": True}),
-    "bias": Case({"target_modules": HEAD, "lora_bias": True}),
     "tied head": Case({"target_modules": HEAD}, tied=True),
     "tied embeddings": Case({"target_modules": ["q_proj", "embed_tokens"]}, tied=True),
     "both of tied": Case({"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True}, tied=True),
     "saved head": Case({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
-    "saved head, tied": Case({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, tied=True),
-    "saved embeddings": Case({"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}, tied=True),
-    "both saved, tied": Case(
-        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, tied=True
-    ),
     "tokens": Case({"target_modules": HEAD, "trainable_token_indices": [3, 5, 9]}),
     "second of two": Case({"target_modules": HEAD}, second=True, change=lambda m: m.set_adapter("other")),
-    "first of two": Case({"target_modules": HEAD}, second=True, change=lambda m: m.set_adapter("default")),
     "two at once": Case(
         {"target_modules": HEAD}, second=True, change=lambda m: m.base_model.set_adapter(["default", "other"])
-    ),
-    "second of two saved heads": Case(
-        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
-        second=True,
-        change=lambda m: m.set_adapter("other"),
     ),
     "merged": Case({"target_modules": HEAD}, change=lambda m: m.merge_adapter()),
 }
@@ -144,8 +130,7 @@ def test_the_reference_is_the_model_before_peft(name):
     assert relative_error(found.detach(), expected.detach()) < 1e-9
     theirs = gradients_of(model, expected)
     assert theirs and ours.keys() == theirs.keys()
-    for parameter, gradient in theirs.items():
-        assert relative_error(ours[parameter], gradient) < 1e-9, parameter
+    assert_same(ours, theirs, 1e-9)
 
 
 def test_another_adapter_as_reference():

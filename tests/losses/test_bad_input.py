@@ -98,22 +98,16 @@ ELSEWHERE = "is on meta, .* on cpu"
 EVERYWHERE = {
     "hidden-size": ({"weight": f64(V, H + 1)}, ValueError, rf"agree on the hidden size.*, {H}\).*\({V}, {H + 1}\)"),
     "weight-1d": ({"weight": f64(V)}, ValueError, rf"weight must be \(V, H\).*got \({V},\)"),
-    "weight-empty": ({"weight": f64(0, H)}, ValueError, rf"weight must be \(V, H\).*got \(0, {H}\)"),
     "weight-integer": ({"weight": ids(V, H)}, TypeError, "weight must be a floating-point tensor, got .* int64"),
-    "weight-missing": ({"weight": None}, TypeError, "weight must be a floating-point tensor, got NoneType"),
     "input-1d": ({"input": f64(H)}, ValueError, r"input must be \(N, H\) or \(B, T, H\)"),
     "bias-shape": ({"bias": f64(V - 1)}, ValueError, rf"bias must be \({V},\).*got \({V - 1},\)"),
     "target-shape": ({"target": ids(B, T - 1)}, ValueError, rf"target must be \({B}, {T}\).*got \({B}, {T - 1}\)"),
     "target-float": ({"target": f64(B, T)}, TypeError, "target must be a tensor of token ids.*float64"),
-    "target-bool": ({"target": ids(B, T, dtype=torch.bool)}, TypeError, "target must be a tensor of token ids.*bool"),
     "target-one-too-high": ({"target": one_id(V)}, ValueError, rf"target holds {V}.*-100.*0 to {V - 1}"),
     "target-one-too-low": ({"target": one_id(-2)}, ValueError, rf"target holds -2.*-100.*0 to {V - 1}"),
     "target-padding": ({"target": ids(B, T, fill=-1)}, ValueError, "If -1 marks tokens to skip, set ignore_index=-1$"),
     "mixed-dtypes": ({"weight": torch.zeros(V, H)}, TypeError, "must share a dtype .* input float64, weight float32"),
-    "mixed-dtype-of-bias": ({"bias": torch.zeros(V)}, TypeError, "must share a dtype.*bias float32"),
     "weight-elsewhere": ({"weight": f64(V, H, device="meta")}, ValueError, "weight is on meta, input on cpu"),
-    "bias-elsewhere": ({"bias": f64(V, device="meta")}, ValueError, "bias is on meta, input on cpu"),
-    "target-elsewhere": ({"target": ids(B, T, device="meta")}, ValueError, "target is on meta, input on cpu"),
 }  # fmt: skip
 
 
@@ -127,22 +121,13 @@ def test_tensors(call, case):
 NOT_BYTES = "logits_budget must be a number of bytes, or one with a unit"
 OPTIONS = {
     "softcap-0": ({"softcap": 0.0}, ValueError, "softcap must be a positive number or None, got 0.0"),
-    "softcap-nan": ({"softcap": float("nan")}, ValueError, "softcap must be a positive"),
-    "softcap-text": ({"softcap": "30"}, TypeError, "softcap must be a number or None, got '30', a str"),
     "temperature-0": ({"temperature": 0.0}, ValueError, "temperature must be positive, got 0.0"),
-    "temperature-infinite": ({"temperature": float("inf")}, ValueError, "temperature must be positive"),
     "temperature-none": ({"temperature": None}, TypeError, "temperature must be a number, got None, a NoneType"),
     "logit_scale-infinite": ({"logit_scale": float("inf")}, ValueError, "logit_scale must be finite, got inf"),
-    "logit_scale-list": ({"logit_scale": [1.0]}, TypeError, "logit_scale must be a number, got a list of 1"),
     "ignore_index-none": ({"ignore_index": None}, TypeError, "ignore_index must be an int, got None"),
     "budget-0": ({"logits_budget": 0}, ValueError, "logits_budget must be a positive number of bytes or None, got 0"),
     "budget-fraction": ({"logits_budget": 1.5}, ValueError, "logits_budget must be a whole number of bytes, got 1.5"),
-    "budget-nan": ({"logits_budget": float("nan")}, ValueError, "logits_budget must be a whole number of bytes"),
-    "budget-list": ({"logits_budget": [1]}, TypeError, "logits_budget must be a number of bytes, .* got a list of 1"),
     "budget-unit": ({"logits_budget": "1 gallon"}, ValueError, "KiB, MiB, GiB, TiB .powers of 1024., got '1 gallon'"),
-    "budget-bare-prefix": ({"logits_budget": "1G"}, ValueError, NOT_BYTES),
-    "budget-empty": ({"logits_budget": ""}, ValueError, NOT_BYTES),
-    "budget-text-0": ({"logits_budget": "0 MiB"}, ValueError, "logits_budget must be a positive .* got 0 MiB"),
 }
 
 
@@ -178,75 +163,27 @@ SCORED = r"\['discopop', 'exo_pair', 'hinge', 'ipo', 'robust', 'sigmoid', 'sigmo
 CASES = {
     # Cross entropy
     "ce-reduction": (CE, {"reduction": "average"}, r"reduction must be one of \('mean', .*, got 'average'"),
-    "ce-weight-2d": (CE, {"ce_weight": f64(V, 1)}, rf"ce_weight must be floating \(V,\), got \({V}, 1\)"),
-    "ce-weight-integer": (CE, {"ce_weight": ids(V)}, "ce_weight must be floating"),
     "ce-weight-length": (cross_entropy, {"_settings": {"ce_weight": f64(V + 1)}}, "ce_weight must .* one value for"),
     "ce-num_items-with-sum": (cross_entropy, {"_settings": {"reduction": "sum"}, "num_items": 3},
         "num_items divides a mean"),
-    "ce-num_items-shape": (cross_entropy, {"num_items": ids(2)}, r"num_items must be one number, got a tensor \(2,\)"),
-    "ce-focal-and-smoothing": (CE, {"focal_gamma": 2.0, **SMOOTHED}, "at most one of label_smoothing, focal_gamma"),
-    "ce-focal-and-dft": (CE, {"focal_gamma": 2.0, "dft": True}, "at most one of"),
     "ce-token_weights-shape": (cross_entropy, {"token_weights": f64(B)}, rf"token_weights must be .* got \({B},\)"),
-    "ce-token_weights-list": (cross_entropy, {"token_weights": [1.0]}, "token_weights must be .*got list"),
-    "ce-token_weights-elsewhere": (cross_entropy, {"token_weights": f64(B, T, device="meta")},
-        f"token_weights {ELSEWHERE}"),
     # Statistics
-    "stats-unknown": (stats, {"outputs": ("logps", "perplexity")}, "outputs must name distinct fields.*perplexity"),
-    "stats-twice": (stats, {"outputs": ("logps", "logps")}, "outputs must name distinct fields"),
-    "stats-none": (stats, {"outputs": ()}, "outputs must name distinct fields"),
     # Pairs
-    "odd-batch": (dpo, {"input": f64(5, T, H), "target": ids(5, T)}, "input must stack as many chosen as .*odd 5"),
     "pairs-2d": (dpo, {"input": f64(B, H), "target": ids(B)}, rf"input must be \(2 n, T, H\).*got \({B}, {H}\)"),
     "wrong-shape-from-a-subclass": (on_pairs(WrongShape()), {}, r"preference_loss must return .*, got \(3, 2\)"),
     "values-of-the-batch-in-a-part": (on_pairs(ValuesOfTheBatch(logits_budget=8 * V)), {},
         'of 1 pairs, .* scope = "batch"'),
-    "no-tensor-from-a-callable": (dpo, {"_settings": {"loss_type": lambda pairs: 1.0, **WITHOUT}},
-        "lambda.* must return .* got a float"),
-    "wrong-shape-from-a-callable": (dpo, {"_settings": {"loss_type": lambda pairs: pairs.logps.mean(), **WITHOUT}},
-        r"lambda.* must return .*got \(\)"),
     # The reference
-    "reference-missing": (dpo, {"_settings": {"use_ref_model": True}}, "DPOLoss needs a reference: pass ref_input"),
     "reference-refused": (dpo, {"_settings": WITHOUT, **REFERENCE}, f"{NO_REFERENCE}input, ref_weight"),
-    "reference-refused-logps": (dpo, {"_settings": WITHOUT, "ref_logps": f64(B)}, f"{NO_REFERENCE}logps"),
     "reference-twice": (dpo, {**REFERENCE, "ref_logps": f64(B)}, "twice: as ref_logps and as ref_input, ref_weight"),
     "reference-without-weight": (dpo, {"ref_input": f64(B, T, 8)}, "needs ref_input and ref_weight .* only ref_input"),
-    "reference-only-bias": (dpo, {"ref_bias": f64(V)}, "got only ref_bias"),
-    "reference-vocabulary": (dpo, REFERENCE | {"ref_weight": f64(V + 1, 8)},
-        rf"ref_weight .* {V} rows, got \({V + 1}, 8\)"),
-    "reference-hidden-size": (dpo, REFERENCE | {"ref_weight": f64(V, 9)}, "ref_weight must agree on the hidden size"),
-    "reference-length": (dpo, REFERENCE | {"ref_input": f64(B, T + 1, 8)}, rf"ref_input must be \({B}, {T}, 'H_ref'\)"),
-    "reference-bias": (dpo, {**REFERENCE, "ref_bias": f64(V + 2)}, rf"ref_bias must be \({V},\)"),
-    "reference-elsewhere": (dpo, {"ref_input": f64(B, T, 8, device="meta"), "ref_weight": f64(V, 8, device="meta")},
-        f"ref_input {ELSEWHERE}"),
-    "ref_logps-shape": (dpo, {"ref_logps": f64(B - 1)}, rf"ref_logps must be \({B}, {T}\), .* got \({B - 1},\)"),
-    "ref_logps-list": (dpo, {"ref_logps": [0.0] * B}, "ref_logps must be .* got list"),
-    "ref_logps-elsewhere": (dpo, {"ref_logps": f64(B, device="meta")}, f"ref_logps {ELSEWHERE}"),
     # DPO
     "loss-type": (DPO, {"loss_type": "simoid"}, "unknown loss_type 'simoid', expected one of .*'aot'.*'sigmoid'"),
-    "loss-type-in-a-list": (DPO, {"loss_type": ["ipo", "x"]}, "unknown loss_type 'x'"),
-    "loss-type-none": (DPO, {"loss_type": []}, "loss_type must name at least one loss"),
-    "loss-weights": (DPO, {"loss_type": SEVERAL, "loss_weights": [1.0]}, "loss_weights .* each of 2 loss types, got 1"),
-    "smoothing-unused": (DPO, {"loss_type": "hinge", **SMOOTHED},
-        r"label_smoothing=0.1 is not read by loss_type 'hinge', only by \["),
-    "smoothing-of-a-callable": (DPO, {"loss_type": first_logp, **SMOOTHED}, "not read by loss_type 'first_logp', only"),
-    "smoothing-robust": (DPO, {"loss_type": "robust", "label_smoothing": 0.5}, r"needs .* in \[0, 0.5\), got 0.5"),
-    "smoothing-exo_pair": (DPO, {"loss_type": "exo_pair"}, r"'exo_pair' needs label_smoothing in \(0, 1\), got 0.0"),
     "tau-of-several": (DPO, {"loss_type": SEVERAL, "discopop_tau": 9},
         "discopop_tau=9 is not read by loss_type 'sigmoid', 'sft', only by"),
     "f-divergence": (DPO, {"f_divergence_type": "kl"}, "unknown f_divergence_type 'kl', .*reverse_kl.*forward_kl"),
-    "f-divergence-of-one-reward": (DPO, {"f_divergence_type": "js_divergence", "loss_type": ["sigmoid",
-        "nca_pair"]}, "needs loss types among .*got .*nca_pair"),
-    "f-divergence-of-a-callable": (DPO, {"f_divergence_type": "forward_kl", "loss_type": first_logp},
-        "needs loss types among"),
-    "f-divergence-of-sft": (DPO, {"f_divergence_type": "forward_kl", "loss_type": "sft"},
-        f"is not read by loss_type 'sft', only by {SCORED}"),
     "coefficient": (DPO, {"f_alpha_divergence_coef": 3},
         r"not read by f_divergence_type 'reverse_kl', only by \['alpha_divergence'\]"),
-    "coefficient-of-a-reward": (DPO, {"loss_type": "apo_zero", "f_alpha_divergence_coef": 3},
-        f"'apo_zero', only by {SCORED}"),
-    "alpha": (DPO, {"alpha": 9}, "alpha=9 weighs the NLL term, but compute_nll_loss is False"),
-    "ld_alpha-ref_logps": (dpo, {"_settings": {"ld_alpha": 0.5}, "ref_logps": f64(B)},
-        rf"ref_logps .* a token, with ld_alpha=0.5.*got .* \({B},\)"),
     "ld_alpha-ref_logps-packed": (
         DPO(ld_alpha=0.5),
         {"weight": f64(V, H), "input": f64(10, H), "target": ids(10), "ref_logps": -f64(4).abs(),
@@ -255,59 +192,36 @@ CASES = {
     ),
     "weighting-of-a-sort": (DPO, {"use_weighting": True, "loss_type": ["sigmoid",
         "aot"]}, "which .*'aot', 'aot_unpaired', 'sft'.* do not have, got .*'aot'"),
-    "ipo-beta": (DPO, {"loss_type": "ipo", "beta": 0.0}, "beta must not be 0 with .*ipo"),
     "averaged-twice": (DPO, {"loss_type": "ipo", "average_log_prob": True}, "itself: average_log_prob must be False"),
     "dpo-weights-of-sequences": (on_pairs(DPO(), "states"), {"example_weights": f64(B)},
         rf"example_weights must be \({B // 2},\)"),
     "dpo-weights-aot": (dpo, {"_settings": {"loss_type": "aot"}, "example_weights": f64(B // 2)},
         "computes its loss from the whole batch"),
     # ORPO, CPO, SimPO
-    "orpo-reference": (on_pairs(ORPO(), "states"), {}, f"{NO_REFERENCE}input, ref_weight, ref_bias"),
-    "cpo-reference": (on_pairs(CPO(), "sequences"), {}, f"{NO_REFERENCE}logps"),
-    "simpo-reference": (on_pairs(SIMPO(), "states"), {}, f"{NO_REFERENCE}input"),
     "orpo-nll_target-disagrees": (on_pairs(ORPO()), {"nll_target": ids(B, T, fill=V - 1)},
         "nll_target and target must agree on every token"),
-    "orpo-nll_target-shape": (on_pairs(ORPO()), {"nll_target": ids(B, T + 1)},
-        rf"nll_target must be \({B}, {T}\).*got \({B}, {T + 1}\)"),
-    "cpo-nll_target-without-nll": (on_pairs(CPO(cpo_alpha=0.0)), {"nll_target": ids(B, T)},
-        "but compute_nll_loss is False"),
-    "cpo-loss-type": (CPO, {"loss_type": "alphapo"}, "unknown loss_type 'alphapo', .*hinge.*ipo.*sigmoid.*simpo"),
-    "cpo-smoothing": (CPO, {"loss_type": "ipo", **SMOOTHED}, r"not read by .* 'ipo', only by \['sigmoid', 'simpo'\]"),
-    "cpo-ipo-beta": (CPO, {"loss_type": "ipo", "beta": 0.0}, "beta must not be 0 with .*ipo"),
-    "cpo-gamma": (CPO, {"simpo_gamma": 9}, r"simpo_gamma=9 is not read by loss_type 'sigmoid', only by \['simpo'\]"),
-    "simpo-loss-type": (SIMPO, {"loss_type": "ipo"}, "unknown loss_type 'ipo', expected one of .*sigmoid.*hinge"),
-    "simpo-smoothing": (SIMPO, {"loss_type": "hinge", **SMOOTHED}, "label_smoothing=0.1 is not read by .* 'hinge'"),
-    "simpo-alpha": (SIMPO, {"alpha": 0.5}, "alpha=0.5 weighs the NLL term, but compute_nll_loss is False"),
 }  # fmt: skip
 
 
-@pytest.mark.few(31, "tau-of-several", "weighting-of-a-sort")
+@pytest.mark.few(12, "tau-of-several", "weighting-of-a-sort")
 @pytest.mark.parametrize("case", CASES)
 def test_losses(case):
     call, changes, message = CASES[case]
     refuses(call, changes, ValueError, message)
 
 
-def test_mixed_dtypes_of_the_reference():
-    with pytest.raises(TypeError, match="ref_input, ref_weight and ref_bias must share a dtype outside autocast"):
-        dpo(ref_input=f64(B, T, 8), ref_weight=torch.zeros(V, 8))
-
-
-def test_a_class_as_a_surrogate():
-    with pytest.raises(TypeError, match=r"surrogate must be an object, Clip\(\.\.\.\), got the class Clip"):
-        GRPO(surrogate=Clip)
-
-
-def test_loss_type_of_a_policy_loss_says_where_it_goes():
-    with pytest.raises(TypeError, match=r"takes TRL's loss_type as LigerFusedLinearGRPOLoss.from_loss_type"):
-        GRPO(loss_type="dapo")
-
-
-def test_a_base_is_not_a_loss():
-    bases = (LigerFusedLinearPreferenceBase, LigerFusedLinearUnpairedPreferenceBase, LigerFusedLinearPolicyBase)
-    for base in (*bases, LigerFusedLinearDistillationBase):
-        with pytest.raises(TypeError, match="abstract"):
-            base()
+@pytest.mark.parametrize(
+    ("call", "changes", "message"),
+    [
+        (dpo, {"ref_input": f64(B, T, 8), "ref_weight": torch.zeros(V, 8)}, "ref_bias must share a dtype outside auto"),
+        (GRPO, {"surrogate": Clip}, r"surrogate must be an object, Clip\(\.\.\.\), got the class Clip"),
+        (GRPO, {"loss_type": "dapo"}, r"takes TRL's loss_type as LigerFusedLinearGRPOLoss.from_loss_type"),
+        (LigerFusedLinearPolicyBase, {}, "abstract"),
+        (LigerFusedLinearDistillationBase, {}, "abstract"),
+    ],
+)
+def test_types(call, changes, message):
+    refuses(call, changes, TypeError, message)
 
 
 class WrongShapeUnpaired(LigerFusedLinearUnpairedPreferenceBase):
@@ -322,66 +236,20 @@ NO_REF_LOGPS = {"ref_kl_logps": None}
 # (call, changes, exception, pattern of the message)
 UNPAIRED = {
     # Sequences, labels, weights
-    "sequences-2d": (kto, {"input": f64(B, H), "target": ids(B)}, ValueError, rf"input must .* got \({B}, {H}\)"),
-    "labels-integer": (kto, {"preference_labels": -ids(B)}, ValueError, "preference_labels must .* 0 and 1 .* another"),
     "labels-signed": (kto, {"preference_labels": 1 - 2 * (torch.arange(B) % 2)}, ValueError,  # some are 1
         "For labels of -1 and 1 pass preference_labels > 0"),
     "labels-float": (kto, {"preference_labels": f64(B)}, TypeError, "preference_labels .* of bool, .* got float64"),
-    "labels-list": (kto, {"preference_labels": [True] * B}, TypeError, "preference_labels .* got list"),
-    "labels-missing": (kto, {"preference_labels": None}, TypeError, "preference_labels .* got NoneType"),
-    "labels-of-tokens": (kto, {"preference_labels": ids(B, T, dtype=torch.bool)}, ValueError,
-        rf"preference_labels must be \({B},\).*got \({B}, {T}\)"),
-    "labels-elsewhere": (kto, {"preference_labels": ids(B, dtype=torch.bool, device="meta")}, ValueError,
-        f"preference_labels {ELSEWHERE}"),
-    "weights-integer": (bco, {"example_weights": ids(B)}, TypeError, "example_weights must be a floating.* got int64"),
     "weights-length": (bco, {"example_weights": f64(B + 1)}, ValueError, rf"example_weights must .*got \({B + 1},\)"),
     "wrong-shape-from-a-subclass": (lambda: WrongShapeUnpaired()(**examples(SMALL, seed=0, ref=None)), {}, ValueError,
         r"one value for each of 6 sequences, got \(\)"),
     # The reference, and the reference point
-    "reference-missing": (kto, {"_settings": {"use_ref_model": True}}, ValueError,
-        "KTOLoss needs a reference: pass ref_input"),
-    "reference-refused": (kto, {"_settings": WITHOUT, "ref_logps": f64(B)}, ValueError, f"{NO_REFERENCE}logps"),
     "kl-missing": (kto, {"kl": None}, ValueError, "needs a reference point: pass kl, or kl_input .* got neither"),
     "kl-not-a-scalar": (kto, {"kl": f64(B)}, ValueError, rf"kl must be a scalar, got a tensor of shape \({B},\)"),
-    "kl-integer-tensor": (kto, {"kl": ids()}, TypeError, "kl must be a float or a floating.*, got int64"),
-    "kl-text": (kto, {"kl": "batch"}, TypeError, "kl must be a float or a floating.*, got str"),
-    "kl-bool": (kto, {"kl": True}, TypeError, "kl must be a float or a floating.*, got bool"),
-    "kl-nan": (kto, {"kl": float("nan")}, ValueError, "kl must be finite, got nan"),
     "kl-twice": (kto, MISMATCHED | {"kl": 0.0}, ValueError, "twice: as kl and as kl_input, kl_target, ref_kl_logps"),
     "kl-of-apo": (kto, APO, ValueError, "KTOLoss takes no kl: the reference point that it asks for is none"),
-    "mismatched-of-apo": (kto, APO | MISMATCHED, ValueError, "takes no kl_input, kl_target, ref_kl_logps"),
-    "delta-of-kto": (kto, {"kl": None, "delta": 0.0}, ValueError, "KTOLoss takes no delta: .* asks for is kl"),
-    "kl-of-bco": (bco, {"kl": 0.0}, ValueError, "BCOLoss takes no kl: .* asks for is delta"),
-    "delta-missing": (bco, {"delta": None}, ValueError, "BCOLoss needs a reference point: pass delta"),
-    "delta-not-a-scalar": (bco, {"delta": f64(2)}, ValueError, r"delta must be a scalar.* \(2,\)"),
     # Mismatched completions
-    "mismatched-without-target": (kto, MISMATCHED | {"kl_target": None}, ValueError, "got kl_input, ref_kl_logps"),
-    "mismatched-without-reference": (kto, MISMATCHED | NO_REF_LOGPS, ValueError,
-        "needs a reference: pass ref_kl_input and ref_weight, or ref_kl_logps"),
-    "mismatched-without-ref_weight": (kto, MISMATCHED | NO_REF_LOGPS | {"ref_kl_input": f64(B, T, 8)}, ValueError,
-        "needs ref_kl_input and ref_weight .* got only ref_kl_input"),
     "mismatched-reference-twice": (kto_of_mismatched, {"ref_kl_logps": f64(B)}, ValueError,
         "given twice: as ref_kl_logps and as ref_kl_input"),
-    "mismatched-hidden-size": (kto_of_mismatched, {"kl_input": f64(B, T, H + 1)}, ValueError,
-        "kl_input and weight must agree on the hidden size"),
-    "mismatched-2d": (kto_of_mismatched, {"kl_input": f64(B, H), "kl_target": ids(B)}, ValueError,
-        r"kl_input must be \(m, T, H\)"),
-    "mismatched-dtype": (kto_of_mismatched, {"kl_input": torch.zeros(B, T, H)}, TypeError,
-        "kl_input, weight and bias must share a dtype"),
-    "mismatched-target-shape": (kto_of_mismatched, {"kl_target": ids(B, T + 1)}, ValueError,
-        rf"kl_target must be \({B}, {T}\)"),
-    "mismatched-target-range": (kto_of_mismatched, {"kl_target": ids(B, T, fill=V)}, ValueError,
-        f"kl_target holds {V}, expected ignore_index"),
-    "mismatched-reference-shape": (kto_of_mismatched, {"ref_kl_input": f64(B, T + 1, 8)}, ValueError,
-        rf"ref_kl_input must be \({B}, {T}, 'H_ref'\), as kl_target"),
-    "mismatched-reference-hidden-size": (kto_of_mismatched, {"ref_kl_input": f64(B, T, 9)}, ValueError,
-        "ref_kl_input and ref_weight must agree on the hidden size"),
-    "mismatched-reference-logps-shape": (kto, MISMATCHED | {"ref_kl_logps": f64(B + 1)}, ValueError,
-        rf"ref_kl_logps must be \({B}, {T}\)"),
-    "mismatched-reference-logps-elsewhere": (kto, MISMATCHED | {"ref_kl_logps": f64(B, device="meta")}, ValueError,
-        f"ref_kl_logps {ELSEWHERE}"),
-    "kto-loss-type": (KTO, {"loss_type": "kto_pair"}, ValueError,
-        r"unknown loss_type 'kto_pair', expected .* \['apo_zero_unpaired', 'kto'\]"),
 }  # fmt: skip
 
 
@@ -421,65 +289,26 @@ NO_LENGTH = "needs a positive max_completion_length, got"
 POLICY = {
     "surrogate": (GRPO, {"surrogate": "ppo"}, "unknown surrogate 'ppo', expected .*cispo.*clip.*, or a Surrogate"),
     "reduction": (GRPO, {"reduction": "mean"}, "unknown reduction 'mean', .*bnpo.*dapo.*dr_grpo.*grpo.*luspo"),
-    "importance-level": (GRPO, {"importance_level": "turn"}, "importance_level 'turn', .*token.*sequence.*trajectory"),
-    "loss-type": (GRPO.from_loss_type, {"loss_type": "ppo"}, "unknown loss_type 'ppo', .*bnpo.*cispo.*dapo.*grpo"),
     "delta-of-cispo": (GRPO, {"surrogate": "cispo", "delta": 2.0},
         r"delta=2.0 is not read by surrogate 'cispo', only by \['clip', 'fipo'\]"),
-    "epsilon-of-sapo": (GRPO, {"surrogate": "sapo", "epsilon_high": 0.3}, r"epsilon_high=0.3 .* 'sapo', only by \["),
-    "temperature-of-clip": (GRPO, {"sapo_temperature_pos": 2.0}, r"not read by surrogate 'clip', only by \['sapo'\]"),
     "level-of-gmpo": (GRPO, {"surrogate": "gmpo", "importance_level": "sequence"}, "must be 'token', got 'sequence'"),
-    "level-of-an-object": (GRPO, {"surrogate": OfTokens(), "importance_level": "sequence"},
-        "surrogate OfTokens takes its ratios per token: importance_level must be 'token', got 'sequence'"),
-    "unread-level-of-an-object": (GRPO, {"surrogate": WithoutRatio(), "importance_level": "sequence"},
-        "importance_level='sequence' is not read by surrogate WithoutRatio, whose cost has no ratio of that level"),
-    "setting-beside-an-object": (GRPO, {"surrogate": Clip(epsilon_low=0.1), "epsilon_low": 0.2},  # also at its default
-        r"epsilon_low=0.2 is not read by a surrogate that is an object: pass it to Clip\(\.\.\.\)"),
-    "scope-of-an-object": (lambda: type("Misspelt", (Surrogate,), {"scope": "tokens"}), {},
-        r"Misspelt.scope must be one of \('token', 'sequence', 'batch'\), got 'tokens'"),
-    "group-size": (GRPO, {"surrogate": "real"}, "needs group_size, the number of sequences a prompt, got None"),
     "group-of-one": (GRPO, {"surrogate": "real", "group_size": 1}, "group_size must be 2 or more, got 1"),
-    "cispo-bounds": (GRPO, {"surrogate": "cispo", "cispo_epsilon_low": 0.8, "epsilon_high": 0.2},
-        "cispo_epsilon_low=0.8, .* above epsilon_high=0.2"),
-    "covariance-bounds": (GRPO, {"surrogate": "clip_cov", "clip_cov_lb": 5.0},
-        "clip_cov_lb=5.0 must be below clip_cov_ub=5.0"),
     "kl-estimator": (GRPO, {"beta": 0.1, "kl_estimator": "full"}, "unknown kl_estimator 'full', .*k1.*k2.*k3"),
-    "weights-mode": (of_sampler, {"mode": "mask"}, "unknown mode 'mask', expected .*token_truncate.*geometric_mask"),
-    "weights-without-bounds": (of_sampler, {"mode": "token_truncate", "clip_max": None},
-        "needs clip_min or clip_max, got None for both"),
     "weights-bounds": (of_sampler, {"clip_min": 4.0}, "clip_min=4.0 must be below clip_max=3.0"),
-    "weights-shape": (of_sampler, {"sampling_logps": f64(B, T + 1)}, rf"sampling_logps must .* got \({B}, {T + 1}\)"),
-    "weights-mask": (of_sampler, {"mask": None}, "mask must be .* got a NoneType"),
     "entropy-coef-bounds": (adaptive_entropy_coef, {"coef": 0.0, "entropy": 0.1, "entropy_coef_min": 2.0},
         "must not be above entropy_coef_max=1.0"),
-    "entropy-nan": (adaptive_entropy_coef, {"coef": 0.0, "entropy": float("nan")}, "entropy must be finite, got nan"),
-    "length-missing": (GRPO, {"reduction": "dr_grpo"}, f"reduction 'dr_grpo' {NO_LENGTH} None"),
     "length-0": (GRPO.from_loss_type, {"loss_type": "dr_grpo", "max_completion_length": 0},
         f"reduction 'dr_grpo' {NO_LENGTH} 0"),
-    "length-not-read": (GRPO, {"max_completion_length": 5},
-        r"not read by reduction 'grpo', only by \['dr_grpo', 'seq-mean-token-sum-norm'\]"),
     "num_items-not-read": (grpo, {"num_items": 5}, r"not read by reduction 'grpo', only by \['dapo', 'token-mean'\]"),
-    "input-2d": (grpo, {"input": f64(B, H), "target": ids(B), "advantages": f64(B)}, rf"input must .*got \({B}, {H}\)"),
     "advantages-shape": (grpo, {"advantages": f64(B - 1)}, rf"advantages must be {PER_SEQUENCE}, got \({B - 1},\)"),
-    "advantages-transposed": (grpo, {"advantages": f64(T, B)}, rf"advantages must be .* got \({T}, {B}\)"),
-    "advantages-missing": (grpo, {"advantages": None}, f"advantages must be {PER_SEQUENCE}, got NoneType"),
-    "advantages-elsewhere": (grpo, {"advantages": f64(B, device="meta")}, f"advantages {ELSEWHERE}: expected one"),
     "attention_mask-additive": (grpo, {"attention_mask": ADDITIVE}, r"must be 0 or 1 at every token, got -1e\+09 to 0"),
-    "attention_mask-shape": (grpo, {"attention_mask": ids(B, T + 1)}, rf"must be {PER_TOKEN}, got \({B}, {T + 1}\)"),
-    "old_logps-shape": (grpo, {"old_logps": f64(B)}, rf"old_logps must be {PER_TOKEN}, got \({B},\)"),
-    "old_logps-elsewhere": (grpo, {"old_logps": f64(B, T, device="meta")}, f"old_logps {ELSEWHERE}"),
-    "ref_logps-of-sequences": (grpo, {"ref_logps": f64(B)}, rf"ref_logps must be {PER_TOKEN}, got \({B},\)"),
     "importance_weights-shape": (grpo, {"importance_weights": f64(T)}, rf"must be {PER_SEQUENCE}, got \({T},\)"),
-    "reference-missing": (grpo, {"_settings": {"beta": 0.1}},
-        "GRPOLoss needs a reference: pass ref_input and ref_weight, or ref_logps"),
-    "reference-of-a2po": (grpo, {"_settings": {"surrogate": "a2po"}}, "needs a reference: pass ref_input"),
-    "reference-twice": (grpo, {"_settings": {"beta": 0.1}, **REFERENCE, "ref_logps": f64(B, T)},
-        "reference is given twice: as ref_logps"),
     "wrong-shape-from-a-subclass": (lambda: OneNumber()(**rollouts(SMALL, seed=0)), {},
         rf"policy_loss must return {PER_TOKEN}, .* got \(\)"),
 }  # fmt: skip
 
 
-@pytest.mark.few(23, "advantages-shape", "entropy-coef-bounds", "importance_weights-shape", "length-0")
+@pytest.mark.few(11, "advantages-shape", "entropy-coef-bounds", "importance_weights-shape", "length-0")
 @pytest.mark.parametrize("case", POLICY)
 def test_policy(case):
     call, changes, message = POLICY[case]

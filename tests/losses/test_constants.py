@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import test_calls
 import torch
-from table import SMALL, Batch, pairs, students, tokens
+from table import SMALL, Batch, pairs, students
 from torch import Tensor, nn
 
-from liger_chunked import AdaptedWeight, arguments, linear_token_stats, losses
+from liger_chunked import AdaptedWeight, arguments, losses
 from liger_chunked.calls import altered
 
 # Arguments with a gradient, and those that hold no floating-point tensor.
@@ -95,29 +94,6 @@ def test_an_adapted_head_that_is_computed(live):
         losses.LigerFusedLinearDPOLoss()(**{**batch, "ref_weight": AdaptedWeight(**matrices, down=down)})
 
 
-@pytest.mark.parametrize("given", ["constructor", "later"])
-def test_class_weights_of_the_constructor(given):
-    """They are refused where they are passed, or in the call if they became trainable later."""
-    weights = torch.ones(SMALL.vocab, dtype=torch.float64)
-    message = refusal("LigerFusedLinearCrossEntropyLoss", "ce_weight")
-    if given == "constructor":
-        with pytest.raises(ValueError, match=message):
-            losses.LigerFusedLinearCrossEntropyLoss(ce_weight=weights.requires_grad_())
-        return
-    loss = losses.LigerFusedLinearCrossEntropyLoss(ce_weight=weights)
-    loss.ce_weight.requires_grad_()
-    with pytest.raises(ValueError, match=message):
-        loss(**tokens(SMALL, seed=0))
-
-
-def test_the_temperature_of_statistics():
-    batch = tokens(SMALL, seed=0)
-    temperature = torch.ones(batch["target"].shape).requires_grad_()
-    message = "linear_token_stats treats temperature as a constant, but it requires a gradient: pass "
-    with pytest.raises(ValueError, match=re.escape(message + "temperature.detach()") + "$"):
-        linear_token_stats(**batch, temperature=temperature)
-
-
 @pytest.mark.parametrize("name", ["weight_soft_loss", "weight_hard_loss"])
 def test_a_weight_of_a_distillation_loss_that_is_trained(name):
     """The reduced loss has no gradient by it, and says so; one loss a token has."""
@@ -137,13 +113,6 @@ def test_a_weight_of_a_distillation_loss_that_is_trained(name):
     torch.testing.assert_close(getattr(by_token, name).grad, getattr(metrics, name.removeprefix("weight_")).mean())
     with torch.no_grad():
         loss(**batch)
-
-
-def test_a_skew_that_is_trained():
-    """Kernels have no gradient by it."""
-    loss = altered(losses.LigerFusedLinearKLDivLoss(skew=0.1), skew=nn.Parameter(torch.tensor(0.1)))
-    with pytest.raises(TypeError, match="beta must be a number, got a tensor"):
-        loss(**students(SMALL, seed=0))
 
 
 def test_the_scale_of_a_student_has_a_gradient():

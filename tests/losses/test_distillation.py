@@ -8,17 +8,14 @@ import eager
 import pytest
 import torch
 import torch.nn.functional as F
-from table import SMALL, evaluate, moved, relative_error, rows_like, students
+from table import SMALL, assert_same, evaluate, moved, rows_like, students
 from torch import Tensor
 
 from liger_chunked import (
-    LigerFusedLinearCosineSimilarityLoss,
     LigerFusedLinearDistillationBase,
     LigerFusedLinearJSDLoss,
     LigerFusedLinearKLDivLoss,
-    LigerFusedLinearOnPolicyDistillationLoss,
     LigerFusedLinearTVDLoss,
-    LigerFusedLinearULDLoss,
     LogitOptions,
 )
 
@@ -89,8 +86,7 @@ def test_without_a_target_all_tokens_count_and_nothing_is_hard():
     assert loss == pytest.approx(oracle.item(), rel=1e-12) == pytest.approx(0.5 * metrics.soft_loss.item(), rel=1e-12)
     masked = evaluate(lambda b: LigerFusedLinearJSDLoss()(**b, mask=valid)[0], batch)
     exact = evaluate(lambda b: eager.distillation(**b, mask=valid)[0], batch)
-    for name in exact:
-        assert relative_error(masked[name], exact[name]) < 1e-12, name
+    assert_same(masked, exact)
 
 
 def test_flat_tokens_and_a_teacher_of_another_dtype():
@@ -102,19 +98,6 @@ def test_flat_tokens_and_a_teacher_of_another_dtype():
     exact = {n: x.double() for n, x in mixed.items() if n != "target"} | {"target": mixed["target"]}
     # The teacher's logits are rounded to bfloat16.
     assert loss(**mixed)[0] == pytest.approx(eager.distillation(**exact)[0].item(), rel=1e-2)
-
-
-@pytest.mark.few(3)
-@by_loss
-def test_closed_form_is_the_divergence(loss):
-    """The formula used for a top-k agrees with the kernel used for hidden states."""
-    batch = students(SMALL, seed=0)
-    by_autograd = type("ByAutograd", (type(loss),), {"closed_form": lambda self: None})
-    other = by_autograd.__new__(by_autograd)
-    other.__dict__.update(loss.__dict__)
-    ours, same = evaluate(lambda b: loss(**b)[0], batch), evaluate(lambda b: other(**b)[0], batch)
-    for name in ours:
-        assert relative_error(ours[name], same[name]) < 1e-9, name
 
 
 # A teacher's top-k
@@ -129,8 +112,7 @@ def test_top_k_of_the_whole_vocabulary_is_the_divergence(name):
     student = {n: x for n, x in batch.items() if not n.startswith("teacher_")}
     full = evaluate(lambda b: LOSSES[name](**b)[0], batch)
     top = evaluate(lambda b: LOSSES[name](**b, teacher_logps=logps, teacher_ids=ids)[0], student)
-    for key in full:
-        assert relative_error(top[key], full[key]) < 1e-9, key
+    assert_same(top, full, 1e-9)
 
 
 @pytest.mark.few(2)
@@ -144,8 +126,7 @@ def test_gradients_of_a_top_k(row, target, device):
     if not target:
         del batch["target"]
     ours, exact = evaluate(row.ours, batch), evaluate(row.oracle, moved(batch, torch.float64))
-    for name in exact:
-        assert relative_error(ours[name], exact[name]) < 2e-6, name
+    assert_same(ours, exact, 2e-6)
 
 
 def test_certain_student_of_a_top_k_is_finite():
@@ -179,31 +160,7 @@ def test_divergence_of_ones_own(budget):
     kl, reverse = (LigerFusedLinearKLDivLoss(reverse=r, weight_hard_loss=0.25) for r in (False, True))
     ours = evaluate(lambda b: SymmetricKL(logits_budget=budget)(**b)[0], batch)
     exact = evaluate(lambda b: kl(**b)[0] + reverse(**b)[0], batch)
-    for name in exact:
-        assert relative_error(ours[name], exact[name]) < 1e-12, name
-
-
-def test_a_divergence_of_fewer_bits_leaves_the_hard_loss_its_own():
-    """The gradient of the hard loss, 1e-8 per token, would be 0 in float16."""
-
-    class Halved(SymmetricKL):
-        def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
-            return super().divergence(student_logits, teacher_logits).half()
-
-    batch, settings = students(SMALL, seed=0), {"weight_soft_loss": 0.0, "weight_hard_loss": 1.0}
-    ours, exact = (
-        evaluate(lambda b, loss=loss: loss(**settings)(**b, num_items=1e8)[0], batch) for loss in (Halved, SymmetricKL)
-    )
-    for name in exact:
-        assert exact[name].any() and torch.equal(ours[name], exact[name]), name
-
-
-def test_divergence_of_ones_own_over_bins():
-    batch = students(SMALL, seed=0)
-    logps, ids = torch.randn(6, 7, 23, dtype=torch.float64).log_softmax(-1).topk(4)
-    student = {n: x for n, x in batch.items() if not n.startswith("teacher_")}
-    both = evaluate(lambda b: SymmetricKL(weight_hard_loss=0.0)(**b, teacher_logps=logps, teacher_ids=ids)[0], student)
-    assert all(torch.isfinite(x).all() for x in both.values())
+    assert_same(ours, exact)
 
 
 def test_divergence_of_the_wrong_shape():
@@ -244,43 +201,16 @@ BELONGS = "belongs to the loss, not to teacher_options"
 # (call, exception, pattern of the message)
 BAD_INPUT = {
     "no-teacher": (lambda: call(STATES), ValueError, "LigerFusedLinearJSDLoss needs a teacher.*got none"),
-    "half-a-teacher": (lambda: call(STATES[:1]), ValueError, "needs a teacher.*got only teacher_input, teacher_bias"),
-    "only-logps": (lambda: call_top_k(teacher_ids=None), ValueError, "needs a teacher.*got only teacher_logps"),
     "both-teachers": (lambda: call(teacher_logps=f64(B, T, 3), teacher_ids=IDS), ValueError, NOT_BOTH),
-    "smaller-vocabulary": (lambda: call(STATES[2:], teacher_weight=f64(V - 1, H_T)), ValueError,
-        rf"teacher_weight must have at least the {V} rows of weight .* got \({V - 1}, {H_T}\)"),
-    "teacher-hidden-size": (lambda: call(teacher_weight=f64(V, H_T + 1)), ValueError, "teacher_weight must agree on"),
-    "teacher-bias": (lambda: call(teacher_bias=f64(V + 1)), ValueError, rf"teacher_bias must be \({V},\)"),
-    "teacher-tokens": (lambda: call(teacher_input=f64(B, T + 1, H_T)), ValueError,
-        rf"teacher_input must be \({B}, {T}, 'H_teacher'\).*got \({B}, {T + 1}, {H_T}\)"),
     "teacher-dtypes": (lambda: call(teacher_weight=torch.zeros(V, H_T)), TypeError, "teacher_weight.*share a dtype"),
     "mask-dtype": (lambda: call(mask=f64(B, T)), TypeError, "mask must be a bool tensor, got torch.float64"),
-    "mask-shape": (lambda: call(mask=torch.ones(B, dtype=torch.bool)), ValueError, rf"mask must be \({B}, {T}\)"),
-    "logps-shape": (lambda: call_top_k(teacher_logps=f64(B, T + 1, 3)), ValueError,
-        rf"teacher_logps must be \(B, T, k\) or \(N, k\).*got \({B}, {T + 1}, 3\)"),
-    "logps-integer": (lambda: call_top_k(teacher_logps=IDS), TypeError, "teacher_logps must be a floating-point"),
     "logps-positive": (lambda: call_top_k(teacher_ids=IDS, teacher_logps=f64(B, T, 3, fill=0.1)), ValueError,
         "positive number or NaN"),
-    "logps-nan": (lambda: call_top_k(teacher_logps=f64(B, T, 3, fill=math.nan)), ValueError, "positive number or NaN"),
-    "logps-nowhere": (lambda: call_top_k(teacher_logps=f64(B, T, 3, fill=-math.inf)), ValueError, "only -inf"),
-    "ids-float": (lambda: call_top_k(teacher_ids=f64(B, T, 3)), TypeError, "teacher_ids must be a tensor of token ids"),
-    "ids-shape": (lambda: call_top_k(teacher_ids=IDS[..., :2]), ValueError,
-        rf"teacher_ids must be \({B}, {T}, 3\), as teacher_logps is, got \({B}, {T}, 2\)"),
     "ids-too-high": (lambda: call_top_k(teacher_ids=IDS + V), ValueError, rf"teacher_ids holds {V + 2}.*0 to {V - 1}"),
-    "ids-too-low": (lambda: call_top_k(teacher_ids=IDS - 5), ValueError, rf"teacher_ids holds -5.*0 to {V - 1}"),
     "ids-twice": (lambda: call_top_k(teacher_ids=IDS * 0), ValueError, "teacher_ids holds a token twice"),
     "top-k-transform": (lambda: call_top_k(JSD(teacher_options=Options(softcap=3.0))), ValueError,
         "teacher_options are for teacher_input, got teacher_logps"),
-    "top-k-of-cosine": (lambda: call_top_k(LigerFusedLinearCosineSimilarityLoss()), ValueError, NO_LOGITS),
-    "teacher-options": (lambda: TVD(teacher_options={"softcap": 3.0}), TypeError, "LogitOptions, .*got a dict"),
     "teacher-budget": (lambda: TVD(teacher_options=Options(logits_budget=1)), ValueError, f"logits_budget {BELONGS}"),
-    "teacher-ignore-index": (lambda: LigerFusedLinearULDLoss(teacher_options=Options(ignore_index=0)), ValueError,
-        f"ignore_index {BELONGS}"),
-    "teacher-budget-on-policy": (
-        lambda: LigerFusedLinearOnPolicyDistillationLoss(teacher_options=Options(logits_budget=1)), ValueError,
-        f"logits_budget {BELONGS}"),
-    "statistics": (lambda: type("Mine", (TVD,), {"token_outputs": ("entropy",)}), ValueError,
-        r"Mine.token_outputs is not read, got \('entropy',\)"),
     "scope": (lambda: _WithScope(), ValueError, "_WithScope.scope is not read, got 'batch'"),
 }  # fmt: skip
 
@@ -291,7 +221,7 @@ class _WithScope(LigerFusedLinearTVDLoss):
         self.scope = "batch"
 
 
-@pytest.mark.few(19)
+@pytest.mark.few(9, "mask-dtype")
 @pytest.mark.parametrize("case", BAD_INPUT)
 def test_bad_input(case):
     call, error, message = BAD_INPUT[case]

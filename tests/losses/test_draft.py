@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from spies import Memory, flop_counter
-from table import relative_error
+from table import Batch, assert_rounds_as_eager_code, assert_same, moved, relative_error
 from torch import Tensor
 
 from liger_chunked import AdaptedWeight, DraftMetrics, LigerFusedLinearDraftLoss, LogitOptions
-from liger_chunked.engine import SharedRows, checks, sink
+from liger_chunked.engine import checks, sink
 from liger_chunked.kernels import backend
 
 B, T, H, H_TEACHER, V = 2, 9, 5, 8, 37
@@ -191,11 +191,6 @@ def test_rows_whose_token_the_draft_lacks(kind: str) -> None:
     assert_right(loss, batch(2), kind=kind, renormalize=True, skip_outside=True)
 
 
-def test_weight_of_the_teacher_in_the_mixture() -> None:
-    loss = LigerFusedLinearDraftLoss(draft_ids=IDS, divergence="jsd", beta=0.2)
-    assert_right(loss, batch(2), kind="jsd", beta=0.2)
-
-
 @pytest.mark.parametrize("budget", [None, 4000], ids=["one-chunk", "chunks"])
 def test_rows_of_the_teacher_by_index(budget: int | None) -> None:
     """Blocks at anchors, as of DFlash: slots of several blocks may share a row, and others have none."""
@@ -215,8 +210,7 @@ def test_rows_of_the_teacher_by_index(budget: int | None) -> None:
     loss = LigerFusedLinearDraftLoss(draft_ids=IDS, logits_budget=budget)
     found = with_gradients(lambda given: loss(**given, teacher_rows=index), given)
     expected = with_gradients(exact, given)
-    for name in expected:
-        assert relative_error(found[name], expected[name]) < BOUND, name
+    assert_same({name: found[name] for name in expected}, expected, BOUND)
 
 
 def test_bias_of_the_previous_token() -> None:
@@ -245,17 +239,17 @@ def test_bias_of_the_previous_token() -> None:
 def test_rounding(kind: str) -> None:
     """Errors over 20 batches are at most 1.1 times those of eager code."""
     loss = LigerFusedLinearDraftLoss(draft_ids=IDS, divergence=kind, logits_budget=4000)
-    names = ("loss", *LEAVES)
-    ours_squared, eager_squared = torch.zeros(2, len(names))
-    for seed in range(20):
-        given = {k: x.bfloat16() for k, x in batch(2, seed=seed).items()}
-        found = with_gradients(lambda given: loss(**given), given)
-        eager = with_gradients(lambda given: oracle(given, kind), given)
-        exact = with_gradients(lambda given: oracle(given, kind), {k: x.double() for k, x in given.items()})
-        for i, name in enumerate(names):
-            ours_squared[i] += relative_error(found[name], exact[name]) ** 2
-            eager_squared[i] += relative_error(eager[name].double(), exact[name]) ** 2
-    assert (ours_squared <= 1.1**2 * eager_squared).all(), (ours_squared / eager_squared).sqrt()
+    runs = (lambda given: loss(**given), lambda given: oracle(given, kind))
+
+    def results(seed: int) -> tuple[Batch, Batch, Batch]:
+        given = moved(batch(2, seed=seed), torch.bfloat16)
+        ours, eager, exact = (
+            {name: x for name, x in with_gradients(run, x).items() if name in LEAVES}
+            for run, x in ((runs[0], given), (runs[1], given), (runs[1], moved(given, torch.float64)))
+        )
+        return ours, eager, exact
+
+    assert_rounds_as_eager_code(map(results, range(20)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -284,8 +278,7 @@ def test_models_that_hardly_agree(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.ordinary_memory
-@pytest.mark.parametrize("steps", [1, 4])
-@pytest.mark.parametrize("v_draft", [250, 1009])
+@pytest.mark.parametrize(("steps", "v_draft"), [(1, 1009), (4, 250)])
 def test_memory(steps: int, v_draft: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both models' logits stay within the budget, and no tensor holds all of either's."""
     monkeypatch.setitem(backend.TORCH_BLOCK, "cpu", 1 << 12)
@@ -323,53 +316,16 @@ def test_a_teacher_row_that_exceeds_the_budget_is_projected_again() -> None:
     assert_right(loss, batch(3))
 
 
-def test_pieces_part_no_row_of_the_teacher_that_fits() -> None:
-    generator = torch.Generator().manual_seed(5)
-    for _ in range(200):
-        index = torch.randint(12, (int(torch.randint(1, 40, (), generator=generator)),), generator=generator)
-        chunk_limit, tile_limit = (int(torch.randint(1, 20, (), generator=generator)) for _ in range(2))
-        tile_limit = min(chunk_limit, tile_limit)
-        shared, order = SharedRows.of(index)
-        assert torch.equal(shared.used[shared.place], index[order])
-        end = 0
-        for chunk in shared.pieces(slice(0, len(index)), chunk_limit):
-            assert chunk.start == end and 0 < chunk.stop - chunk.start <= chunk_limit
-            end_of_tiles = 0
-            for rows, _ in shared.tiles(chunk, 7, tile_limit):
-                assert rows.start == end_of_tiles and 0 < rows.stop - rows.start <= tile_limit
-                end_of_tiles = rows.stop
-                part = slice(chunk.start + rows.start, chunk.start + rows.stop)
-                used = shared.used_by(part)
-                assert torch.equal(shared.place[part].unique(), torch.arange(used.start, used.stop))
-            end = chunk.stop
-            assert end_of_tiles == chunk.stop - chunk.start
-            whole = end in shared.ends
-            assert whole or 2 * shared.most > chunk_limit
-        assert end == len(index)
-
-
-def test_moves_with_its_ids() -> None:
-    loss = LigerFusedLinearDraftLoss(draft_ids=IDS.int())
-    assert not loss.state_dict() and loss.draft_ids.dtype == torch.int64
-    assert loss.to("meta").draft_ids.is_meta
-    assert repr(loss).startswith("LigerFusedLinearDraftLoss(draft_ids=(11,), divergence='kl'")
-
-
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
         ({"divergence": "cosine"}, "divergence must be one of .* got 'cosine'"),
-        ({"beta": 0.5}, "beta=0.5 is not read by divergence='kl'"),
         ({"divergence": "jsd", "beta": 1.0}, "beta must be between 0 and 1, got 1.0"),
         ({"renormalize": True}, "renormalize=True needs draft_ids"),
-        ({"skip_outside": True}, "skip_outside=True needs draft_ids"),
         ({"step_decay": 0.0}, "step_decay must be positive, got 0.0"),
-        ({"ignore_index": 0}, "ignore_index=0 is not read"),
         ({"logits_dtype": torch.float32}, "logits_dtype=torch.float32 is not read"),
         ({"draft_ids": torch.ones(5, dtype=torch.bool)}, "draft_ids must be a tensor of token ids .* t2d.nonzero"),
         ({"draft_ids": torch.tensor([3, 3])}, "draft_ids holds an id twice"),
-        ({"draft_ids": torch.tensor([-1, 3])}, "draft_ids holds -1"),
-        ({"draft_ids": torch.zeros(2, 2, dtype=torch.int64)}, r"draft_ids must be \(V_draft,\)"),
     ],
 )
 def test_settings_that_do_not_fit(settings: dict[str, Any], match: str) -> None:
@@ -380,16 +336,12 @@ def test_settings_that_do_not_fit(settings: dict[str, Any], match: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"input": torch.zeros(B, H)}, r"input must be \(K, B, T, H\) or \(K, N, H\)"),
         ({"teacher_input": torch.zeros(B, T - 1, H_TEACHER)}, r"teacher_input must be \(2, 9, 'H_teacher'\)"),
         ({"teacher_weight": torch.zeros(36, H_TEACHER), "teacher_bias": None}, "draft_ids holds 36"),
         ({"weight": torch.zeros(4, H), "bias": None}, "draft_ids must have an id for each of the 4 rows"),
-        ({"mask": torch.ones(B, T)}, "mask must be a bool tensor"),
         ({"mask": torch.ones(T, dtype=torch.bool)}, r"mask must be \(2, 2, 9\), .* or \(2, 9\)"),
-        ({"position_weight": torch.ones(B, T, dtype=torch.int64)}, "position_weight must be a floating-point tensor"),
         ({"teacher_rows": torch.full((2, B, T), B * T)}, "teacher_rows holds 18, expected a row of teacher_input"),
         ({"teacher_rows": torch.zeros(B, T, dtype=torch.int64)}, r"teacher_rows must be \(2, 2, 9\)"),
-        ({"teacher_rows": torch.zeros(2, B, T)}, "teacher_rows must be a tensor of integers"),
     ],
 )
 def test_input_that_does_not_fit(changes: dict[str, Any], match: str) -> None:
@@ -398,16 +350,9 @@ def test_input_that_does_not_fit(changes: dict[str, Any], match: str) -> None:
         LigerFusedLinearDraftLoss(draft_ids=IDS)(**given | changes)
 
 
-def test_fewer_tokens_of_the_teacher_than_of_the_draft() -> None:
-    given = batch(1, v_draft=V + 1)
-    with pytest.raises(ValueError, match="teacher_weight must have at least the 38 rows of weight"):
-        LigerFusedLinearDraftLoss()(**given)
-
-
-@pytest.mark.parametrize("steps", [1, 3])
-def test_in_a_whole_graph(steps: int) -> None:
+def test_in_a_whole_graph() -> None:
     """The rows that count and those that share a teacher's row are unknown while a graph is traced."""
-    given, mask = batch(steps), torch.arange(B * T).view(B, T) % 3 != 1
+    given, mask = batch(3), torch.arange(B * T).view(B, T) % 3 != 1
     loss = LigerFusedLinearDraftLoss(draft_ids=IDS)
 
     def run(call: Any) -> tuple[list[Tensor], list[Tensor]]:

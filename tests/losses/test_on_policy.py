@@ -150,27 +150,14 @@ def test_refusals() -> None:
     refused: list[tuple[dict[str, Any], str]] = [
         ({"target": None}, "target must be the sampled tokens, got None"),
         (none, "needs a teacher: pass teacher_weight and teacher_input, or teacher_logps, got none"),
-        (none | {"teacher_weight": given["teacher_weight"]}, "got teacher_weight"),
         ({"teacher_logps": logps}, "given twice: as teacher_logps and as teacher_weight, teacher_input, teacher_bias"),
         (none | {"teacher_logps": logps[0]}, r"teacher_logps must be \(6, 7\), one value a token, got \(7,\)"),
-        ({"teacher_weight": given["teacher_weight"][:9], "teacher_bias": None}, "must have at least the 23 rows"),
-        ({"teacher_input": given["teacher_input"][:2]}, r"teacher_input must be \(6, 7, 'H_teacher'\)"),
-        ({"advantages": torch.zeros(3)}, "advantages must be"),
     ]
     for changes, message in refused:
         with pytest.raises(ValueError, match=message):
             make()(**given | changes)
     with pytest.raises(ValueError, match="teacher_options are for teacher_input, got teacher_logps"):
         make(teacher_options=LogitOptions())(**given | none | {"teacher_logps": logps, "target": target})
-    for settings, error, message in (
-        ({"kl_coef": -1.0}, ValueError, "kl_coef"),
-        ({"epsilon_low": -0.1}, ValueError, "epsilon_low must not be negative, got -0.1"),
-        ({"epsilon_high": None}, TypeError, "epsilon_high must be a number"),
-        ({"reduction": "mean"}, ValueError, "unknown reduction 'mean'"),
-        ({"beta": 0.1}, TypeError, "beta"),
-    ):
-        with pytest.raises(error, match=message):
-            make(**settings)  # type: ignore[arg-type]
 
 
 # Top-k and sampled token
@@ -229,17 +216,3 @@ def test_top_k_and_sampled_token(whose: str, tail: bool, reverse: bool) -> None:
     assert relative_error(loss.detach(), exact.detach()) < BOUND
     found, expected = (torch.autograd.grad(x, weight)[0] for x in (loss, exact))
     assert relative_error(found, expected) < BOUND
-
-
-def test_refusals_of_with_sampled_token() -> None:
-    logps, ids, target = torch.zeros(2, 3, 4), torch.zeros(2, 3, 4, dtype=torch.long), torch.zeros(2, 3).long()
-    refused: list[tuple[tuple[Any, ...], type[Exception], str]] = [
-        ((ids, ids, target, logps[..., 0]), TypeError, "teacher_logps must be a floating-point tensor, got .*int64"),
-        ((logps, ids, target, None), TypeError, "target_logps must be a floating-point tensor, got NoneType"),
-        ((logps[0], ids, target, logps[..., 0]), ValueError, r"must be \(2, 3, 'k'\), k values for each of target"),
-        ((logps, ids[..., 1:], target, logps[..., 0]), ValueError, r"got \(2, 3, 4\) and \(2, 3, 3\)"),
-        ((logps, ids, target, logps), ValueError, r"target_logps must be \(2, 3\), as target is, got \(2, 3, 4\)"),
-    ]
-    for arguments, error, message in refused:
-        with pytest.raises(error, match=message):
-            with_sampled_token(*arguments)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from liger_chunked import (
-    LigerFusedLinearCosineSimilarityLoss,
     LigerFusedLinearJSDLoss,
     LigerFusedLinearKLDivLoss,
     LigerFusedLinearTVDLoss,
@@ -72,18 +71,6 @@ def test_value_and_gradient_are_those_of_the_formula(name: str, tail: Any) -> No
     torch.testing.assert_close(got, torch.autograd.grad(expected, leaves), rtol=1e-9, atol=1e-12)
 
 
-def test_missing_tokens_are_left_out_of_both_softmaxes() -> None:
-    weight, hidden, target, teacher_logits = tensors()
-    logps, ids = teacher_logits.log_softmax(-1).topk(K)
-    logps[0, 2:] = -torch.inf
-    ids[0, 2:] = ids[0, 0]
-    loss, _ = LigerFusedLinearKLDivLoss(**SOFT)(
-        weight, hidden[:1], target=target[:1], teacher=TopK(ids[:1], logps[:1], tail="renormalize")
-    )
-    log_p, log_q = ((hidden @ weight.T)[0, ids[0, :2]].log_softmax(-1), logps[0, :2].log_softmax(-1))
-    torch.testing.assert_close(loss, (log_q.exp() * (log_q - log_p)).sum(), rtol=1e-10, atol=1e-12)
-
-
 def test_a_loss_at_another_temperature_is_refused() -> None:
     weight, hidden, target, teacher_logits = tensors()
     logps, ids = teacher_logits.log_softmax(-1).topk(K)
@@ -127,15 +114,3 @@ def test_a_wrong_top_k_is_refused(arguments: dict[str, Any], error: type[Excepti
     given = {"ids": torch.zeros(2, 3, dtype=torch.int64), "logps": torch.zeros(2, 3)} | arguments
     with pytest.raises(error, match=message):
         TopK(**given)
-
-
-def test_a_teacher_given_twice_or_to_a_loss_of_logits_is_refused() -> None:
-    weight, hidden, target, teacher_logits = tensors()
-    logps, ids = teacher_logits.log_softmax(-1).topk(K)
-    teacher = TopK(ids, logps)
-    with pytest.raises(ValueError, match=r"given twice: as teacher=TopK.* and as teacher_ids"):
-        LigerFusedLinearKLDivLoss()(weight, hidden, target=target, teacher=teacher, teacher_ids=ids)
-    with pytest.raises(TypeError, match="teacher must be a TopK"):
-        LigerFusedLinearKLDivLoss()(weight, hidden, target=target, teacher=(ids, logps))
-    with pytest.raises(ValueError, match="needs the teacher's logits"):
-        LigerFusedLinearCosineSimilarityLoss()(weight, hidden, target=target, teacher=teacher)

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from spies import Memory, flop_counter
-from table import relative_error
+from table import Batch, assert_rounds_as_eager_code, moved, relative_error
 from torch import Tensor
 
 from liger_chunked import AdaptedWeight, LigerFusedLinearULDLoss, LogitOptions
-from liger_chunked.engine import ranked, sink
+from liger_chunked.engine import sink
 from liger_chunked.kernels import backend
 
 N, H, H_TEACHER, V = 14, 5, 8, 23
@@ -120,16 +120,17 @@ def test_rows_that_count() -> None:
 def test_rounding() -> None:
     """Errors over 20 batches are at most 1.1 times those of eager code."""
     loss = LigerFusedLinearULDLoss(logits_budget=4000)
-    ours_squared, eager_squared = torch.zeros(2, 5)
-    for seed in range(20):
-        given = {k: x.bfloat16() for k, x in batch(37, seed).items()}
-        found = with_gradients(lambda given: loss(**given)[0], given)
-        eager = with_gradients(lambda given: oracle(given, {}, {}), given)
-        exact = with_gradients(lambda given: oracle(given, {}, {}), {k: x.double() for k, x in given.items()})
-        for i in range(5):
-            ours_squared[i] += relative_error(found[i], exact[i]) ** 2
-            eager_squared[i] += relative_error(eager[i].double(), exact[i]) ** 2
-    assert (ours_squared <= 1.1**2 * eager_squared).all(), (ours_squared / eager_squared).sqrt()
+    runs = (lambda given: loss(**given)[0], lambda given: oracle(given, {}, {}))
+
+    def results(seed: int) -> tuple[Batch, Batch, Batch]:
+        given = moved(batch(37, seed), torch.bfloat16)
+        ours, eager, exact = (
+            dict(zip(("value", *LEAVES), with_gradients(run, x), strict=True))
+            for run, x in ((runs[0], given), (runs[1], given), (runs[1], moved(given, torch.float64)))
+        )
+        return ours, eager, exact
+
+    assert_rounds_as_eager_code(map(results, range(20)))
 
 
 @pytest.mark.few(1)
@@ -176,24 +177,11 @@ def test_refusals() -> None:
     refused: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"teacher_input": given["teacher_input"][1:]}, ValueError, r"teacher_input must be \(14, 'H_teacher'\)"),
         ({"scale": given["scale"][1:]}, ValueError, r"scale must be \(14,\) on cpu, one value for each row of input"),
-        ({"teacher_scale": 1.0}, TypeError, "teacher_scale must be a floating-point tensor, got float"),
         ({"scale": torch.ones(N, dtype=torch.long)}, TypeError, "scale must be a floating-point tensor"),
-        ({"mask": torch.ones(N)}, TypeError, "mask must be a bool tensor"),
         ({"vocab_shard": 3}, ValueError, "sorts whole rows of logits, got vocab_shard: gather the weights"),
-        ({"teacher_weight": given["teacher_weight"][:, 1:]}, ValueError, "teacher_weight"),
-        ({"target": torch.zeros(N)}, TypeError, "target"),
     ]
     for changes, error, message in refused:
         with pytest.raises(error, match=message):
             LigerFusedLinearULDLoss()(**given | changes)
     with pytest.raises(TypeError, match="beta"):
         LigerFusedLinearULDLoss(beta=0.5)  # type: ignore[call-arg]
-
-
-@pytest.mark.few(3)
-@pytest.mark.parametrize("n_rows", [0, 1, 2, 7, 127, 128])
-def test_blocks_of_a_sort_have_the_bits_of_one(n_rows: int) -> None:
-    p = torch.rand(n_rows, 300).mul_(50).round_()  # with ties
-    values, order = ranked._sorted(p)
-    expected = p.sort(-1, descending=True)
-    assert torch.equal(values, expected.values) and torch.equal(order, expected.indices)

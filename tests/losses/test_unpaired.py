@@ -7,7 +7,7 @@ from functools import partial
 import eager
 import pytest
 import torch
-from table import SMALL, Batch, evaluate, examples, moved, relative_error
+from table import SMALL, Batch, assert_same, evaluate, examples
 from torch import Tensor
 
 from liger_chunked import (
@@ -27,18 +27,7 @@ def kto_exact(batch: Batch, **settings) -> Tensor:
     return eager.kto(**batch, **settings)
 
 
-def assert_same(ours: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
-    assert ours.keys() == exact.keys()
-    for name in exact:
-        assert relative_error(ours[name], exact[name]) < EXACT, name
-
-
 # The batch
-
-
-def test_a_single_sequence():
-    batch = examples(SMALL._replace(sequences=1, ignored=False), seed=0)
-    assert_same(evaluate(partial(kto, kl=1.0), batch), evaluate(partial(kto_exact, kl=1.0), batch))
 
 
 @pytest.mark.parametrize("labels", ["desirable", "undesirable"])
@@ -93,22 +82,6 @@ def test_mismatched_completions_of_another_number_and_length():
     assert_same(evaluate(kto, batch), evaluate(kto_exact, batch))
 
 
-@pytest.mark.few(3)
-@pytest.mark.parametrize("of", ["tokens", "sequences"])
-@pytest.mark.parametrize("average_log_prob", [False, True])
-def test_kl_of_reference_log_probs(of, average_log_prob):
-    """The policy's hidden states with the reference's log-probabilities, in every unit."""
-    batch = examples(SMALL, seed=0, mismatched="states")
-    settings = {"average_log_prob": average_log_prob}
-    exact = evaluate(partial(kto_exact, **settings), batch)
-    target = batch["kl_target"]
-    logps = eager.token_stats(batch["ref_weight"], batch.pop("ref_kl_input"), target, batch["ref_bias"])["logps"]
-    if of == "sequences":
-        logps = logps.sum(1) / ((target != -100).sum(1) if average_log_prob else 1)
-    batch["ref_kl_logps"] = logps
-    assert_same(evaluate(partial(kto, **settings), batch), exact)
-
-
 def test_mismatched_completions_without_tokens():
     batch = examples(SMALL, seed=0, mismatched="states")
     batch["kl_target"][2:] = -100
@@ -151,13 +124,6 @@ def test_metrics(average_log_prob, budget):
         torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=0, msg=name)
 
 
-def test_a_sequence_without_tokens_adds_nothing_and_counts_in_the_mean():
-    batch = examples(SMALL, seed=3)
-    batch["target"][5] = -100
-    first_five = {name: x if name.endswith(("weight", "bias")) else x[:5] for name, x in batch.items()}
-    assert kto(batch, kl=1.0).item() == pytest.approx(5 / 6 * kto(first_five, kl=1.0).item(), rel=EXACT)
-
-
 # A user-defined loss
 
 
@@ -188,14 +154,6 @@ def test_a_loss_of_ones_own(budget):
     batch = examples(SMALL, seed=3, ref=None)
     loss = Balanced(logits_budget=budget)
     assert_same(evaluate(lambda batch: loss(**batch)[0], batch), evaluate(balanced_exact, batch))
-
-
-def test_metrics_are_float32():
-    batch = moved(examples(SMALL, seed=4), torch.bfloat16)
-    metrics = LigerFusedLinearKTOLoss()(**batch, kl=0.25)[1]
-    counts = {"chosen_count", "rejected_count", "chosen_tokens", "rejected_tokens"}
-    dtypes = {name: torch.int64 if name in counts else torch.float32 for name in metrics._fields}
-    assert {name: value.dtype for name, value in metrics._asdict().items()} == dtypes
 
 
 @pytest.mark.few(1)

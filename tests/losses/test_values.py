@@ -8,7 +8,21 @@ from functools import partial
 import pytest
 import torch
 from sampling import exhaustive, on_paths
-from table import PATHS, ROWS, SMALL, Sizes, evaluate, moved, n_valid, relative_error, rows
+from table import (
+    FACTOR,
+    PATHS,
+    ROWS,
+    SMALL,
+    Batch,
+    Sizes,
+    assert_rounds_as_eager_code,
+    assert_same,
+    evaluate,
+    moved,
+    n_valid,
+    rms,
+    rows,
+)
 from torch import Tensor
 
 from liger_chunked.engine import cutting
@@ -48,8 +62,7 @@ def assert_right_in_float64(row, budget: str, device: str) -> None:
     ours = evaluate(partial(row.ours, logits_budget=elements and 8 * elements), batch)
     exact = evaluate(row.oracle, batch)
     assert ours.keys() == exact.keys()
-    for name, value in ours.items():
-        assert relative_error(value, exact[name]) < 1e-12, name
+    assert_same(ours, exact)
 
 
 @by_path
@@ -65,8 +78,7 @@ def test_float64_matches_oracle_in_slices_of_the_vocabulary(row, rows_in_budget,
     batch = moved(row.sample(sizes, seed=1), device=device)
     ours = evaluate(partial(row.ours, logits_budget=8 * rows_in_budget * sizes.vocab), batch)
     exact = evaluate(row.oracle, batch)
-    for name, value in ours.items():
-        assert relative_error(value, exact[name]) < 1e-12, name
+    assert_same(ours, exact)
 
 
 # A wrong term is off by far more, and rounding (6e-8 per number) by far less.
@@ -114,8 +126,7 @@ def assert_right_in_float32(row, elements: int, device: str) -> None:
     batch = moved(row.sample(SMALL, seed=0), torch.float32, device)
     ours = evaluate(partial(row.ours, logits_budget=4 * elements), batch)
     exact = evaluate(row.oracle, moved(batch, torch.float64))
-    for name, value in ours.items():
-        assert relative_error(value, exact[name]) < WRONG_IN_FLOAT32, name
+    assert_same(ours, exact, WRONG_IN_FLOAT32)
 
 
 def test_slices_of_the_vocabulary_are_what_they_are_called():
@@ -128,23 +139,12 @@ def test_slices_of_the_vocabulary_are_what_they_are_called():
     assert [tile.row_slice for tile in tiles[:2]] == [slice(0, 4), slice(4, 8)]
 
 
-# The bound is a factor times the error of eager code in the same dtype. Both round the same numbers once, in another
-# order, which changes the norm of many errors by a few percent at most.
-FACTOR = 1.1
 # Every token has a target, so that eager code's GEMM of the weight gradient sums as many products as ours. With half of
 # them zero its partial sums would be shorter, and its error smaller.
 ERROR_SIZES = Sizes(sequences=8, length=32, hidden=64, vocab=499, ref_hidden=48, ignored=False)
 # Nearly all of the bfloat16 error is the same rounding of the logits. The float32 error depends on the order of
 # summation, so its average needs more batches.
 SEEDS = {torch.bfloat16: 3, torch.float32: 12}
-
-
-def rms(errors: list[float], sizes: list[float]) -> float:
-    """Return the root mean square of errors, each relative to its batch's result: pooled errors would depend on the
-    largest batch only. Results that happen to cancel are divided by the median size instead."""
-    scales = torch.tensor(sizes, dtype=torch.float64)
-    scales = scales + scales.median()
-    return float((torch.tensor(errors, dtype=torch.float64) / scales).square().mean().sqrt())
 
 
 # bfloat16 for each formula: it rounds what it multiplies. Float32 errors come from sums of the engine.
@@ -167,21 +167,14 @@ def test_gradient_error_is_that_of_eager_code(row, dtype, device, pytestconfig):
     budgets = {"chunks": 61 * ERROR_SIZES.vocab * dtype.itemsize}
     if row.id in PATHS or pytestconfig.getoption("exhaustive"):  # the formula is the same in one chunk
         budgets["one-chunk"] = None
-    errors: dict[tuple[str, str], list[float]] = defaultdict(list)
-    sizes: dict[str, list[float]] = defaultdict(list)
+    results: dict[str, list[tuple[Batch, Batch, Batch]]] = defaultdict(list)
     for seed in range(SEEDS[dtype] * row.batches):
         batch = moved(row.sample(ERROR_SIZES, seed), dtype, device)
-        exact = evaluate(row.oracle, moved(batch, torch.float64))
-        results = {"eager": evaluate(row.oracle, batch)}
-        results |= {name: evaluate(partial(row.ours, logits_budget=budget), batch) for name, budget in budgets.items()}
-        for name in exact.keys() - {"loss"}:
-            sizes[name].append(float(exact[name].norm()))
-            for who, result in results.items():
-                assert result[name].dtype == dtype
-                errors[who, name].append(float((result[name].double() - exact[name]).norm()))
-    for (who, name), ours in errors.items():
-        error, bound = rms(ours, sizes[name]), FACTOR * rms(errors["eager", name], sizes[name])
-        assert error <= bound, f"{name}, {who}: {error:.3e} against {bound:.3e}"
+        eager, exact = evaluate(row.oracle, batch), evaluate(row.oracle, moved(batch, torch.float64))
+        for name, budget in budgets.items():
+            results[name].append((evaluate(partial(row.ours, logits_budget=budget), batch), eager, exact))
+    for of_budget in results.values():
+        assert_rounds_as_eager_code(of_budget)
 
 
 @pytest.mark.few(3, "cpu-fp32-cosine")
