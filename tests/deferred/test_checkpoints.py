@@ -309,6 +309,7 @@ def check_stays_fused(program: Callable[[World], Any], dtypes: tuple[torch.dtype
     assert found.error is None and found.is_deferred and not found.is_computed
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("where", ["head", "loss", "head-and-loss", "model", "all"])
 @pytest.mark.parametrize("loss", OF_DTYPE)
 def test_autocast(loss: str, where: str) -> None:
@@ -349,6 +350,7 @@ def name_of(dtypes: tuple[torch.dtype, torch.dtype]) -> str:
     return "-".join(str(x).removeprefix("torch.") for x in dtypes)
 
 
+@pytest.mark.few(8)
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtypes", COMBINATIONS, ids=name_of)
 @pytest.mark.parametrize("loss", OF_DTYPE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -121,6 +122,65 @@ def test_equal_launches_are_remembered(
     if remembered:
         addresses = [None if x is None else x.data_ptr() for x in call["tensors"]]
         assert kernel.kernel.received == (*call["grid"], *addresses, *call["numbers"])
+
+
+class Descriptor(NamedTuple):
+    """The attributes of a descriptor that a launch reads."""
+
+    base: Tensor
+    block_shape: list[int]
+
+
+@pytest.mark.parametrize(
+    ("block", "dtype", "num_stages", "remembered"),
+    [
+        (16, torch.float32, 3, True),
+        (8, torch.float32, 3, False),
+        (16, torch.half, 3, False),
+        (16, torch.float32, 4, False),
+    ],
+)
+def test_launches_with_descriptors(kernel, block, dtype, num_stages, remembered) -> None:
+    """Launches are remembered by the properties that Triton compiles for. Descriptors are passed unchanged."""
+    kernel = launch.Kernel(lambda x_desc, y_ptr, n, out_desc: None)
+    first, second = Descriptor(X, [16, 16]), Descriptor(torch.zeros(16, dtype=dtype), [16, block])
+    kernel[(4,)](x_desc=first, y_ptr=Y, n=32, out_desc=None, num_stages=3)
+    assert kernel.kernel.num_stages == 3
+    kernel[(5,)](x_desc=second, y_ptr=Y, n=32, out_desc=None, num_stages=num_stages)
+    assert kernel.kernel.launched == ["jitted", "compiled" if remembered else "jitted"]
+    assert kernel.kernel.received == (5, 1, 1, second, Y.data_ptr() if remembered else Y, 32, None)
+
+
+@pytest.mark.parametrize(("n_tokens", "remembered"), [(33, True), (1, True), (1 << 31, False)])
+def test_other_numbers_of_tokens_are(kernel: launch.Kernel, n_tokens: int, remembered: bool) -> None:
+    """Triton compiles one variant for all numbers of 32 bits."""
+    kernel = launch.Kernel(lambda x_ptr, n, n_tokens, BLOCK: None)
+    kernel((4, 1, 1), (X,), (32, 32, 128), 4)
+    kernel((4, 1, 1), (X,), (32, n_tokens, 128), 4)
+    assert kernel.kernel.launched == ["jitted", "compiled" if remembered else "jitted"]
+    assert kernel.kernel.received == (4, 1, 1, X.data_ptr() if remembered else X, 32, n_tokens, 128)
+    kernel((4, 1, 1), (X,), (33, n_tokens, 128), 4)
+    assert kernel.kernel.launched[-1] == "jitted"
+
+
+def test_memory_of_launches_ends(kernel: launch.Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "REMEMBERED", 2)
+    for rows in (1, 2, 3, 3):
+        kernel(**{**CALL, "numbers": (rows,)})
+    assert kernel.kernel.launched == ["jitted", "jitted", "jitted", "compiled"]
+    assert len(kernel.variants) == 1
+
+
+def test_a_remembered_kernel_stays_loaded(kernel: launch.Kernel) -> None:
+    """Triton unloads the code of a compiled kernel that nothing holds, for example once its caches are cleared."""
+
+    class Compiled:
+        run, function, packed_metadata = staticmethod(lambda *_: None), 7, (4, 1, 0)
+
+    compiled = Compiled()
+    alive, remembered = weakref.ref(compiled), private.launch_again(compiled)
+    del compiled
+    assert remembered is not None and alive() is not None
 
 
 @pytest.mark.parametrize("index", [0, 1])

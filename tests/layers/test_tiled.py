@@ -402,3 +402,15 @@ def test_an_input_changed_in_place_is_refused():
     module = Changes()
     with pytest.raises(RuntimeError, match=r"was changed in place after the layer read it"):
         tiled(module, module, rows(40, H).float(), 8).sum().backward()
+
+
+def test_auto_tiles_where_more_than_half_of_the_memory_goes():
+    module = llama(4096, 14336)
+    # Tiles of 8192 tokens have 3 tensors of the 4 that whole MLPs have, and sums of 12 bytes a weight take as much: as
+    # 12288 tokens of whole ones, twice.
+    assert tile_tokens(module, states(24576, 4096), "auto") is None
+    assert tile_tokens(module, states(24577, 4096), "auto") is not None
+    assert tile_tokens(module.requires_grad_(False), states(12289, 4096), "auto") is not None  # no sums
+    # float32 gradients are their own sums.
+    wide = llama(4096, 14336, torch.float32)
+    assert tile_tokens(wide, states(12289, 4096, torch.float32), "auto") is not None
