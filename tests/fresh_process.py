@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -23,7 +24,7 @@ SECONDS = 540  # below the limit of a test, so that the error has the output of 
 
 
 class FreshProcesses:
-    """What the fixture `fresh_process` yields. The ranks of a file's tests stay: their imports take seconds."""
+    """What the fixture `fresh_process` yields. Its ranks stay until the last test of the file."""
 
     def __init__(self) -> None:
         self._ranks: list[tuple[multiprocessing.Process, Connection]] = []
@@ -43,7 +44,8 @@ class FreshProcesses:
 
     def spawn(self, worker: Callable[..., Any], nprocs: int, *arguments: str) -> None:
         """Run `worker(rank, *arguments)` in `nprocs` processes. Raises the first error of a rank, and then ends all."""
-        self._ranks += [started(rank) for rank in range(len(self._ranks), nprocs)]
+        while len(self._ranks) < nprocs:
+            self._ranks.append(started(len(self._ranks), [connection for _, connection in self._ranks]))
         end = time.monotonic() + SECONDS
         waiting = {connection: process for process, connection in self._ranks[:nprocs]}
         try:
@@ -72,17 +74,26 @@ class FreshProcesses:
         self._ranks = []
 
 
-def started(rank: int) -> tuple[Any, Connection]:
-    context = multiprocessing.get_context("spawn")
+def started(rank: int, others: list[Connection]) -> tuple[Any, Connection]:
+    """Start a rank; `others` are the connections to those that run, which a fork must not keep open."""
+    # A fork has the imports that take a new process five seconds. CUDA does not work in a fork.
+    is_fork = sys.platform == "linux" and not torch.cuda.is_available()
+    context = multiprocessing.get_context("fork" if is_fork else "spawn")
     ours, its = context.Pipe()
-    process = context.Process(target=serve, args=(rank, its), daemon=True)
-    process.start()
+    process = context.Process(target=serve, args=(rank, its, [ours, *others] if is_fork else []), daemon=True)
+    with warnings.catch_warnings():
+        # Of Python 3.12, in a worker of pytest-xdist: its second thread only waits for messages.
+        warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
+        process.start()
     its.close()
     return process, ours
 
 
-def serve(rank: int, connection: Connection) -> None:
+def serve(rank: int, connection: Connection, others: list[Connection]) -> None:
     """Run workers, one after another, until the connection ends."""
+    for other in others:
+        other.close()
+    # Before autograd's threads: in a fork, the first call of this replaces the thread pool.
     torch.set_num_threads(1)
     if INTERPRETED:
         import interpreted
@@ -97,6 +108,8 @@ def serve(rank: int, connection: Connection) -> None:
         watch = getattr(sys.modules.get("mutate_lines"), "WATCH", None)
         if watch is not None:  # scripts/mutate.py notes the lines of each test
             watch.join()
+        if "accelerate" in sys.modules:
+            sys.modules["accelerate"].state.AcceleratorState._reset_state(reset_partial_state=True)
         try:
             worker(rank, *arguments)
             connection.send(None)
@@ -104,7 +117,5 @@ def serve(rank: int, connection: Connection) -> None:
             connection.send(traceback.format_exc())
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
-        if "accelerate" in sys.modules:
-            sys.modules["accelerate"].state.AcceleratorState._reset_state(reset_partial_state=True)
         os.environ.clear()
         os.environ.update(environment)

@@ -16,7 +16,6 @@ pytest.importorskip("typer")
 
 import liger_chunked
 from liger_chunked import (
-    LigerFusedLinearDPOLoss,
     LigerFusedLinearJSDLoss,
     __version__,
     cli,
@@ -60,18 +59,6 @@ def test_env(capsys):
     if lines["device"] == "cpu":
         assert lines["kernels"] == ("Triton" if INTERPRETED else "torch")
     assert {"torch", "triton", "transformers", "trl"} <= lines.keys()
-
-
-def test_env_shows_which_gpus_run_the_fused_epilogue(fresh_process):
-    code = """
-import os, sys
-os.environ["LIGER_CHUNKED_WIDE_TILES"] = sys.argv[1]
-from liger_chunked.cli import main
-assert main(["env"]) == 0
-"""
-    for setting, shown in (("9,10", "on GPUs of compute capability 9.x, 10.x"), ("", "off")):
-        printed = fresh_process.run(code, setting)
-        assert dict(line.split(maxsplit=1) for line in printed.splitlines())["fused_epilogue"] == shown
 
 
 def test_memory(capsys):
@@ -230,17 +217,6 @@ def test_bench(capsys, monkeypatch, tmp_path):
     assert "--shape must have sequences and a length" in refusal(capsys, "bench", "dpo", "--shape", "64")
 
 
-def test_bench_says_its_sizes_and_words(capsys, monkeypatch):
-    monkeypatch.setattr(bench, "_SECONDS", 0)
-    printed = out(capsys, "bench", "dpo", "orpo", "--shape", "1x2x4", "--vocab-size", "97", "--hidden-size", "16")
-    assert "Forward and backward of 2 x 4 tokens, vocabulary 97, hidden size 16, float32 on the CPU" in printed
-    assert "x matrix products: the time over" in printed and "MiB above the inputs: the peak" in printed
-    case = bench.Case(["dpo", "grpo"], (2, 4), 97, 16)
-    assert case.n_rows == len(list(bench.measure(case)))
-    message = refusal(capsys, "bench", "dpo", "grpo", "--shape", "1x2x4")
-    assert "with three sizes is pairs x 2 x length" in message
-
-
 @pytest.mark.parametrize(
     ("path", "missing", "message"),
     [
@@ -253,14 +229,6 @@ def test_bench_refuses_a_figure_before_it_measures(capsys, monkeypatch, tmp_path
     monkeypatch.setattr(bench, "measure", lambda case: pytest.fail("measured"))
     monkeypatch.setattr(bench, "find_spec", lambda name: None if missing else object())
     assert message in refusal(capsys, "bench", "dpo", "--figure", str(tmp_path / path))
-
-
-def test_bench_measures_what_it_says():
-    """Ours and eager code compute the same loss."""
-    loss = LigerFusedLinearDPOLoss()
-    batch = bench._batch(loss, bench.Sizes(4, 6, 16, 97, 16), "cpu", torch.float32)
-    assert batch["target"].shape == (4, 6) and batch["weight"].shape == (97, 16) and "bias" not in batch
-    assert loss(**batch)[0].item() == pytest.approx(bench.full_loss(loss, batch).item(), rel=1e-5)
 
 
 def test_check(capsys, monkeypatch):
@@ -299,12 +267,6 @@ def test_check_finds_a_wrong_gradient_and_nan():
 
 
 @pytest.mark.slow
-def test_as_a_module():
-    done = subprocess.run([sys.executable, "-m", "liger_chunked", "--version"], capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout == f"{__version__}\n"
-
-
-@pytest.mark.slow
 def test_without_the_extra(fresh_process):
     code = """
 import sys
@@ -332,16 +294,3 @@ def test_pairs_have_three_sizes(capsys):
     for loss, shape in (("grpo", "2x2x256"), ("dpo", "2x3x256")):
         message = refusal(capsys, "memory", loss, *settings, "--shape", shape)
         assert f"with three sizes is pairs x 2 x length, for dpo, orpo, cpo, simpo, got '{shape}'" in message
-
-
-def test_the_table_says_its_sizes_and_where_they_come_from(capsys):
-    pytest.importorskip("transformers")
-    assert "vocabulary 32000, hidden size 512" in out(capsys, "memory", "grpo", *SIZES)
-    assert cli.main(["memory", "grpo", "--model", "LlamaForCausalLM", "--shape", "1x64"]) == 0
-    printed = capsys.readouterr()
-    assert "vocabulary 32000, hidden size 4096" in printed.out
-    sizes = "vocabulary 32000, hidden size 4096, layers 32"
-    assert f"LlamaForCausalLM names no sizes: these are the defaults of LlamaConfig, {sizes}. Pass the" in printed.err
-    assert "This is the loss alone" in printed.out
-    assert cli.main(["memory", "grpo", "--model", "LlamaForCausalLM", *SIZES]) == 0
-    assert capsys.readouterr().err == ""

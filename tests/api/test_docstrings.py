@@ -7,12 +7,10 @@ function raises.
 
 from __future__ import annotations
 
-import ast
 import builtins
 import dataclasses
 import inspect
 import re
-import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -139,46 +137,6 @@ def test_a_call_lists_errors_that_exist(name: str) -> None:
     assert all(issubclass(error, Exception) for error in listed.values()), f"{name} lists {list(listed)}"
 
 
-def raised_by_its_own_code(call: Callable[..., Any]) -> set[str]:
-    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(call))))
-    raised = (node.exc for node in ast.walk(tree) if isinstance(node, ast.Raise))
-    return {x.func.id for x in raised if isinstance(x, ast.Call) and isinstance(x.func, ast.Name)}
-
-
-@pytest.mark.few(4)
-@pytest.mark.parametrize("name", CALLS)
-def test_a_call_lists_the_errors_of_its_own_code(name: str) -> None:
-    missing = raised_by_its_own_code(CALLS[name]) - errors(inspect.getdoc(CALLS[name]) or "").keys()
-    assert not missing, f"{name} does not list {sorted(missing)}"
-
-
-def example(cls: type) -> Any:
-    """Return an instance of a public class, or None for a base class that is abstract."""
-    if inspect.isabstract(cls):
-        return None
-    sizes: dict[str, Any] = {"hidden_size": 4, "in_features": 4, "out_features": 4}
-    sizes["config"] = type("Config", (), {"hidden_size": 4, "intermediate_size": 4, "hidden_act": None})
-    if "GEGLU" in cls.__name__ or "SwiGLU" in cls.__name__:
-        sizes["config"].hidden_act = "gelu" if "GEGLU" in cls.__name__ else "silu"
-    return cls(**{name: sizes[name] for name, p in parameters(cls).items() if p.default is p.empty and name in sizes})
-
-
-@pytest.mark.few(7)
-@pytest.mark.parametrize("name", CALLS)
-def test_nonsense_raises_an_error_that_the_call_lists(name: str) -> None:
-    call = CALLS[name]
-    needed = [n for n, p in parameters(call).items() if p.default is p.empty and p.kind not in _PACKED]
-    doc = inspect.getdoc(call) or ""
-    if name in FORWARDS:
-        call = example(getattr(liger_chunked, name.partition(".")[0]))
-        if call is None:
-            return
-    keywords = {n for n, p in parameters(CALLS[name]).items() if p.kind is p.KEYWORD_ONLY}
-    positional = [object() for n in needed if n not in keywords]
-    with pytest.raises(tuple(errors(doc).values())):
-        call(*positional, **{n: object() for n in needed if n in keywords})
-
-
 @pytest.mark.few(4)
 @pytest.mark.parametrize("name", RECORDS)
 def test_a_record_describes_its_fields(name: str) -> None:
@@ -191,27 +149,3 @@ def test_a_record_describes_its_fields(name: str) -> None:
         described |= set(re.findall(r"`(\w+)`", bullet))
     missing = [field for field in fields if field not in described]
     assert not missing, f"{name} does not describe {missing}"
-
-
-@pytest.mark.few(4)
-@pytest.mark.parametrize(
-    ("doc", "flaw"),
-    [
-        ("Return x.\n\nArgs:\n    x: (N,), values.\n    n: a count, None for all.", None),
-        ("Return x and n.", "x is not described"),
-        ("Return x.\n\nArgs:\n    x: (N,), values.\n    n: see `other`.", "n is only a reference"),
-        ("Return x.\n\nArgs:\n    x: (N,), values.\n    n: a count.", "n does not say what None means"),
-        (
-            "Return x.\n\nArgs:\n    x: values (of tokens).\n    n: a count, None for all.",
-            "x is a tensor without a shape",
-        ),
-        ("Return x.\n\nArgs:\n    x: (N,).\n    n: a count, None for all.\n    m: gone.", "m does not exist"),
-    ],
-)
-def test_the_rules_see_what_is_missing(doc: str, flaw: str | None) -> None:
-    def call(x, n=None):  # type: ignore[no-untyped-def]
-        pass
-
-    call.__annotations__["x"] = "Tensor"
-    found = flaws(doc, call)
-    assert not found if flaw is None else any(text.startswith(flaw) for text in found), found

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import logging
-import pickle
 import weakref
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,6 @@ from torch import Tensor, nn
 
 import liger_chunked as library
 from liger_chunked import Explanation, KeptIds, defer_logits, explain
-from liger_chunked.what_ran import unrecorded
 
 VOCAB, HIDDEN = 64, 16
 
@@ -69,13 +66,6 @@ def test_kinds_of_losses(kind: str) -> None:
     assert explain(loss).trained[""].n_tokens == 36
 
 
-def test_a_loss_of_one_call_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "liger_chunked"):
-        for _ in range(2):
-            library.LigerFusedLinearCrossEntropyLoss(*batch())
-    assert not caplog.messages
-
-
 def test_kept_ids() -> None:
     weight, x, target = batch()
     x, target = x.view(4, 10, -1), target.view(4, 10)
@@ -111,21 +101,6 @@ def test_deferred_logits(caplog: pytest.LogCaptureFixture) -> None:
     assert explain(model).trained["1"].n_tokens == 36  # what ran stays so
 
 
-def test_copies_have_their_own_record() -> None:
-    loss, (weight, x, target) = cross_entropy(), batch()
-    loss(weight, x, target)
-    for other in (copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))):
-        assert explain(other).trained == {}
-        other(weight, x[:8], target[:8])
-        assert explain(other).trained[""].n_tokens == 4 and explain(loss).trained[""].n_tokens == 36
-    head = nn.Linear(HIDDEN, VOCAB)
-    with defer_logits(head):
-        F.cross_entropy(head(x), target)
-        other = copy.deepcopy(head)
-        F.cross_entropy(other(x[:8]), target[:8])
-        assert (explain(head).trained[""].n_tokens, explain(other).trained[""].n_tokens) == (36, 4)
-
-
 def test_a_step_records_no_tensor() -> None:
     loss, (weight, x, target) = cross_entropy(), batch()
     with torch.no_grad():
@@ -134,13 +109,6 @@ def test_a_step_records_no_tensor() -> None:
     del x, target
     gc.collect()
     assert [ref() for ref in gone] == [None, None] and explain(loss).untrained[""].n_tokens == 36
-
-
-def test_unrecorded_steps() -> None:
-    loss = cross_entropy()
-    with unrecorded():
-        loss(*batch())
-    assert explain(loss).trained == {}
 
 
 def test_a_compiled_step() -> None:
@@ -184,16 +152,6 @@ def test_patched_model(caplog: pytest.LogCaptureFixture) -> None:
     assert "rms_norm: LlamaRMSNorm x 5" in line and "\n" not in line
 
 
-def test_a_check_is_no_run(caplog: pytest.LogCaptureFixture) -> None:
-    model, _ = patched_model()
-    with caplog.at_level(logging.INFO, "liger_chunked"):
-        library.testing.check_model(model)
-    assert explain(model).trained == {} and not caplog.messages
-    ids = torch.randint(VOCAB, (2, 20))
-    model(ids, labels=ids)
-    assert explain(model).trained["lm_head"].n_tokens == 38
-
-
 def test_trainer_of_trl(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("trl")
     from trl_kinds import PATCHED, build
@@ -209,15 +167,3 @@ def test_trainer_of_trl(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
     assert explain(trainer.ref_model).trained == {} and of_reference.prompts is not None
     lines = [line for line in caplog.messages if line.startswith("What ran")]
     assert len(lines) == 1 and "shared prompts" in lines[0]
-
-
-def test_prompts_that_are_not_shared(tmp_path: Path) -> None:
-    pytest.importorskip("trl")
-    from trl_kinds import PATCHED, build
-
-    trainer = build(tmp_path, "DPO", PATCHED, {"max_steps": 1}, share_prefix="auto")
-    trainer.model.train()
-    trainer.model.config.attention_dropout = 0.1
-    trainer.train()
-    (note,) = explain(trainer.model).notes
-    assert note.startswith("prompts were computed once for each sequence: FlexAttention has no dropout")

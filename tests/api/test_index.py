@@ -11,17 +11,6 @@ from liger_chunked import LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOL
 
 
 @pytest.mark.slow
-def test_star_import_has_what_needs_transformers(fresh_process):
-    pytest.importorskip("transformers")
-    code = """
-from liger_chunked import *
-import liger_chunked.integrations.transformers as integration
-assert apply_liger_kernel is integration.apply_liger_kernel and register_layer is integration.register_layer
-"""
-    fresh_process.run(code)
-
-
-@pytest.mark.slow
 def test_star_import_without_transformers(fresh_process):
     code = """
 import sys

@@ -138,13 +138,6 @@ def test_builds_of_the_oldest_release(monkeypatch: pytest.MonkeyPatch, found: st
     assert versions.suffices("torch") == expected
 
 
-def test_a_source_tree_has_a_version_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "a_source_tree.py").write_text('__version__ = "5.6.0.dev0"\n')
-    monkeypatch.syspath_prepend(tmp_path)
-    assert versions.installed("a_source_tree") == "5.6.0.dev0"
-    assert versions.installed("not_installed_at_all") is None
-
-
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("code", "found", "error"),
@@ -178,12 +171,6 @@ def test_what_is_too_old_is_named(fresh_process: Any, code: str, found: str, err
     pytest.importorskip("trl")
     with pytest.raises(AssertionError, match=error):
         fresh_process.run(FOUND + code, found)
-
-
-@pytest.mark.slow
-def test_a_star_import_beside_an_old_transformers(fresh_process: Any) -> None:
-    code = "from liger_chunked import *; shifted, LigerFusedLinearDPOLoss; print('apply_liger_kernel' in globals())"
-    assert fresh_process.run(FOUND + code, "transformers=4.56.0").strip() == "False"
 
 
 def test_nothing_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

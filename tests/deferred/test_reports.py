@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from against_stock import Case, V, check, deferred, differences, fused, is_tensor, loss_of, refusable, run, stock
+from against_stock import Case, V, check, deferred, differences, fused, is_tensor, loss_of, run, stock
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -179,45 +179,6 @@ CASES |= {
 CASES |= {
     "flash-attention-2071-targets": Case(vmap_over_targets),
     "flash-attention-2071-linearize": Case(linearized),
-}
-
-
-# Batched gradients
-
-
-def batched_gradients(of: str) -> Any:
-    """pytorch/pytorch#138422: `vmap` of `autograd.grad`, with one row of an identity for each token."""
-
-    def program(w: Any) -> Any:
-        z = w.z()
-        if of == "cross-entropy":
-            value = F.cross_entropy(z.flatten(0, 1), w.ids.flatten(), reduction="none")
-        elif of == "logsumexp":
-            value = z.logsumexp(-1).flatten()
-        else:
-            value = z.topk(2, -1).values.sum(-1).flatten()
-        rows = torch.eye(len(value), dtype=value.dtype)
-        return torch.autograd.grad(value, [w.x, w.head.weight], rows, is_grads_batched=True)
-
-    return program
-
-
-def hessian(vectorize: bool) -> Any:
-    def program(w: Any) -> Any:
-        h = w.hidden().detach()[:1]
-        return torch.autograd.functional.hessian(
-            lambda h: F.cross_entropy(w.head(h).flatten(0, 1), w.ids[:1].flatten()), h, vectorize=vectorize
-        )
-
-    return program
-
-
-CASES |= {
-    "pytorch-138422-cross-entropy": refusable(batched_gradients("cross-entropy")),
-    "pytorch-138422-logsumexp": refusable(batched_gradients("logsumexp")),
-    "pytorch-138422-topk": Case(batched_gradients("topk")),
-    "pytorch-138422-hessian": Case(hessian(False)),
-    "pytorch-138422-vectorized-hessian": Case(hessian(True)),
 }
 
 
@@ -404,84 +365,6 @@ CASES |= {
     for grad in (False, True)
     for kind, loss in {"loss": loss_of, "topk": lambda w, z: z.topk(2, -1).values.sum() + loss_of(w, z)}.items()
 }
-
-
-def memory_tracker(w: Any) -> Any:
-    """pytorch/pytorch#124688: a tracker asks every tensor for its storage."""
-    from torch.distributed._tools.mem_tracker import MemTracker
-
-    tracker = MemTracker()
-    tracker.track_external(w.model)
-    with tracker:
-        loss = loss_of(w, w.z())
-        loss.backward()
-    return loss.detach()
-
-
-def mutations_allowed(w: Any) -> Any:
-    """pytorch/pytorch#79056: weights change before the backward, which reads copies."""
-    with torch.autograd.graph.allow_mutation_on_saved_tensors():
-        z = w.z()
-        loss = loss_of(w, z) + z.square().mean()
-        with torch.no_grad():
-            w.head.weight.mul_(2)
-        loss.backward()
-    return loss.detach()
-
-
-CASES |= {"pytorch-124688": Case(memory_tracker), "pytorch-79056": Case(mutations_allowed)}
-
-
-# TorchScript
-
-
-def scripted(w: Any) -> Any:
-    """pytorch/pytorch#57739: a scripted function gets an object with `__torch_function__`."""
-
-    def loss(z: Tensor, y: Tensor) -> Tensor:
-        return -z.log_softmax(-1).gather(-1, y.unsqueeze(-1)).mean()
-
-    f = torch.jit.script(loss)
-    return [f(w.z(), w.ids) for _ in range(3)]  # the third call runs the optimized graph
-
-
-def traced(example: Any) -> Any:
-    def program(w: Any) -> Any:
-        f = torch.jit.trace(
-            lambda z, y: F.cross_entropy(z.flatten(0, 1), y.flatten()), (example(w), w.ids), check_trace=False
-        )
-        return [f(w.z(), w.ids) for _ in range(3)]
-
-    return program
-
-
-CASES |= {
-    "pytorch-57739-script": Case(scripted),
-    "pytorch-57739-trace": Case(traced(lambda w: torch.zeros(w.z().shape, dtype=torch.float64))),
-    "pytorch-57739-trace-of-logits": Case(traced(lambda w: w.z())),
-}
-
-
-# Weights that are away after the forward
-
-
-def offloaded(read: bool) -> Any:
-    """huggingface/accelerate#3770: the forward uses copies of the weights, which go back to the device meta."""
-
-    def program(w: Any) -> Any:
-        hooks = pytest.importorskip("accelerate.hooks")
-        kept = {name: p.detach().clone() for name, p in w.head.named_parameters()}
-        hook = hooks.AlignDevicesHook(execution_device="cpu", offload=True, weights_map=kept, io_same_device=True)
-        hooks.add_hook_to_module(w.head, hook)
-        z = w.z()
-        assert w.head.weight.is_meta
-        loss = loss_of(w, z) + (z.topk(2, -1).values.sum() if read else 0.0)
-        return loss.detach(), torch.autograd.grad(loss, [w.x, *w.model.body.parameters()])
-
-    return program
-
-
-CASES |= {"accelerate-3770": fused(offloaded(False)), "accelerate-3770-read": Case(offloaded(True))}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("matplotlib")
 
@@ -21,7 +20,6 @@ from benchmarks import (
     distributed,
     figures,
     harness,
-    oracle,
     pages,
     policy,
     preference,
@@ -169,25 +167,6 @@ def test_float32_logits_close_the_heads_part_of_the_gap(tmp_path: Path) -> None:
         assert ours["of_head"] < part * eager["of_head"], run
 
 
-def test_token_oracle() -> None:
-    torch.manual_seed(0)
-    x, w = torch.randn(2, 4, 5, dtype=torch.float64, requires_grad=True), torch.randn(9, 5, dtype=torch.float64)
-    w.requires_grad_()
-    t = torch.randint(9, (2, 4))
-    t[0, :2] = oracle.IGNORE_INDEX
-    mask = t != oracle.IGNORE_INDEX
-
-    def objective(logps: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
-        return (logps.exp() * entropy).sum() + entropy.square().sum()
-
-    log_p = (x @ w.t()).log_softmax(-1)
-    logps = log_p.gather(2, t.clamp(min=0)[..., None])[..., 0] * mask
-    objective(logps, -(log_p.exp() * log_p).sum(-1) * mask).backward()
-    found = oracle.token_gradients(x, w, t, objective)
-    assert torch.allclose(found["input"], x.grad)
-    assert torch.allclose(found["weight"], w.grad)
-
-
 def test_a_failure_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> harness.Loss:
         raise ImportError("no such peer\nand a second line")
@@ -205,17 +184,6 @@ def test_tables_and_numbers_of_other_pages_are_those_of_the_kept_results() -> No
         assert marked.count(f"<!-- {name}: begin -->") == 1, name
     for page, text in pages.written(root, harness.RESULTS).items():
         assert page.read_text() == text, f"{page}: run `make figures`"
-
-
-def test_a_sentence_takes_its_numbers_and_keeps_its_words(tmp_path: Path) -> None:
-    sentence = pages.Sentence("a.md", "takes {ms:.1f} ms ({file}) and {mib:,.0f} MiB.", lambda folder: dict(values))
-    values = {"ms": 2.345, "mib": 1234.5, "file": "new"}
-    page = "It takes\n1.2 ms (old one) and 999\nMiB. So takes 3 s."
-    assert sentence.written(page, tmp_path) == "It takes\n2.3 ms (new) and 1,234\nMiB. So takes 3 s."
-    with pytest.raises(ValueError, match="has 2 times, not once"):
-        sentence.written(page + page, tmp_path)
-    with pytest.raises(ValueError, match="has 0 times, not once"):
-        sentence.written("It takes long.", tmp_path)
 
 
 @pytest.mark.slow
@@ -238,8 +206,6 @@ def test_pages_and_figures_are_those_of_the_kept_results(tmp_path: Path) -> None
 
 STEPS = {"sft": ["tiny-llama:1:16", "tiny-qwen2:1:16"], "trainers": ["KTO:tiny-qwen2:2:16", "GRPO:tiny-llama:2:16"]}
 
-SHARED_STEPS = ["--share", "ORPO:tiny-llama:4:16:8"]
-
 
 @pytest.fixture(scope="module")
 def whole_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -247,7 +213,7 @@ def whole_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from benchmarks import sft, trainers
 
     folder = tmp_path_factory.mktemp("steps")
-    for module, shapes in ((sft, STEPS["sft"]), (trainers, STEPS["trainers"]), (trainers, SHARED_STEPS)):
+    for module, shapes in ((sft, STEPS["sft"]), (trainers, STEPS["trainers"])):
         module.main([*shapes, "--repeats", "1", "--out", str(folder)])
     return folder
 
@@ -295,89 +261,7 @@ def tokens(task: str) -> int:
     return int(n) * int(length)
 
 
-def test_the_shapes_are_those_of_the_models() -> None:
-    pytest.importorskip("transformers")
-    from benchmarks import models
-
-    billions = {"llama-3-8b": 8.03, "llama-3.2-1b": 1.236, "qwen2.5-0.5b": 0.494, "qwen2.5-1.5b": 1.544}
-    for name, expected in billions.items():
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(models, "DEVICE", "meta")
-            model = models.build(name, checkpointing=False)
-        assert model.num_parameters() / 1e9 == pytest.approx(expected, rel=1e-3), name
-
-
-def test_a_step_leaves_the_weights() -> None:
-    weight = torch.randn(3, 4, requires_grad=True)
-    before = weight.detach().clone()
-
-    def backward() -> torch.Tensor:
-        loss = weight.square().sum()
-        loss.backward()
-        return loss.detach()
-
-    step = steps.TrainingStep(backward, torch.optim.AdamW([weight], lr=0.0))
-    loss, norm = step.first()
-    step()
-    assert loss == pytest.approx(before.square().sum().item())
-    assert norm == pytest.approx(2 * before.norm().item())
-    assert torch.equal(weight, before) and weight.grad is None
-
-
-@pytest.mark.few(5)
-@pytest.mark.parametrize("limit", [0, 5, 12, 83, 84, 1000])
-@pytest.mark.parametrize("capacity", [50.0, 180.0, 900.0])  # also far from the actual capacity
-def test_longest(limit: int, capacity: float) -> None:
-    tried = []
-
-    def peak_at(n: int) -> float | None:
-        tried.append(n)
-        return 10 + 2 * n if n <= limit else None
-
-    fits, too_long, peaks = steps.longest(peak_at, 8, 4, capacity, seconds=60)
-    assert (fits, too_long) == (limit // 4 * 4, limit // 4 * 4 + 4)
-    assert peaks[-1:] == ([(fits, 10 + 2 * fits)] if fits else [])
-    assert len(tried) == len(set(tried)) <= 20, "none twice, and not many more than doubling and halving take"
-
-
-def test_figures_and_tables_of_steps(whole_steps: Path, tmp_path: Path) -> None:
-    for path in whole_steps.glob("*.json"):
-        content = json.loads(path.read_text())
-        memory = {"mib": 2048.0, "resident_mib": 1024.0}
-        rows = [{**row, **memory} for row in content["rows"]]
-        (tmp_path / path.name).write_text(json.dumps({**content, "whole": True, "rows": rows}))
-    (tmp_path / "page.md").write_text(f"{figures.BEGIN}\n{figures.END}\n")
-    drawn = figures.main(
-        ["--results", str(tmp_path), "--out", str(tmp_path / "drawn"), "--table", str(tmp_path / "page.md")]
-    )
-    assert [path.name for path in drawn] == list(figures.STEP_FIGURES.values())
-    text = (tmp_path / "page.md").read_text()
-    assert "| tiny-llama 1 × 16 |" in text and "| KTO tiny-qwen2 2 × 16 |" in text
-    assert "| 3.0 (2.0) |" in text
-    tables = [part.splitlines() for part in text.split("\n\n") if part.startswith("|")]
-    assert [len({line.count("|") for line in lines}) for lines in tables] == [1] * 6
-    assert "| × liger_chunked |" in text and "| … `share_prefix=auto` |" in text
-
-
-def test_steps_with_shared_prompts(whole_steps: Path) -> None:
-    (path,) = whole_steps.glob("trainers_shared-cpu-*.json")
-    rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
-    assert list(rows)[:2] == [harness.STOCK, harness.OURS] and harness.OURS_SHARED in rows
-    for name in (harness.OURS, harness.OURS_SHARED):
-        assert rows[name]["loss"] == pytest.approx(rows[harness.STOCK]["loss"], rel=1e-5)
-        assert rows[name]["grad_norm"] == pytest.approx(rows[harness.STOCK]["grad_norm"], rel=1e-4)
-
-
 @pytest.mark.few(1)
 @pytest.mark.parametrize("module", [figures, style, report, same_bits, steps])
 def test_examples(module) -> None:
     assert doctest.testmod(module).failed == 0
-
-
-def test_same_bits_hashes_dtype_and_shape() -> None:
-    x = torch.zeros(2, 3)
-    assert same_bits.digest(x) == same_bits.digest(torch.zeros(3, 2).T)
-    for y in (x.int(), x.view(3, 2), -x):
-        assert same_bits.digest(x) != same_bits.digest(y)
-    assert same_bits.difference(x, None) == {"missing": "after"}
-    assert same_bits.difference(x, x.view(3, 2)) == {"before": "float32 (2, 3)", "after": "float32 (3, 2)"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -26,19 +25,6 @@ def align(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     import align
 
     return align
-
-
-@pytest.fixture
-def preference_file(tmp_path: Path) -> Path:
-    """Write three pairs for each of four prompts, all different."""
-    lines = [
-        {"prompt": f"Count to {n}:", "chosen": f" {n} apples and {i} pears", "rejected": f" pears {i} and {n} {n}"}
-        for n in range(4)
-        for i in range(3)
-    ]
-    path = tmp_path / "pairs.jsonl"
-    path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    return path
 
 
 @pytest.mark.slow
@@ -68,16 +54,6 @@ def test_held_out_topics_are_not_trained_on(align: ModuleType) -> None:
     held_out = {text for pair in data.held_out for text in (pair.prompt, pair.chosen)}
     assert not train & held_out
     assert len(held_out) > 200
-
-
-@pytest.mark.slow
-def test_a_preference_file_then_its_saved_model(align: ModuleType, preference_file: Path, tmp_path: Path) -> None:
-    common = [*TINY, "--data", str(preference_file), "--out", str(tmp_path / "out"), "--skip-eager"]
-    summary = align.main([*common, "--toy", "--save", str(tmp_path / "model")])
-    assert summary.n_held_out == 3, "the pairs of one prompt stay together"
-    assert summary.curve_differences == {}
-    again = align.main([*common, "--model", str(tmp_path / "model"), "--device", "cpu", "--max-length", "12"])
-    assert again.n_held_out == 3
 
 
 @pytest.mark.slow
@@ -116,35 +92,6 @@ def test_questions_to_a_pretrained_model(
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "after").state_dict()
     changed = {name for name, weight in before.state_dict().items() if not torch.equal(weight, after[name])}
     assert changed and all(name.startswith("model.layers.1.") for name in changed)
-
-
-def test_long_texts_keep_the_end_of_the_prompt(align: ModuleType) -> None:
-    pair = align.Preference("a b c d e f g h", " x y", " z", kind="all")
-    tokenizer = align.train_tokenizer(["a b c d e f g h x y z"], vocab_size=400)
-    batch = align.Encoder(tokenizer, max_length=6, device=torch.device("cpu")).pairs([pair])
-    chosen, rejected = (tokenizer.decode(row[mask.bool()]) for row, mask in zip(*batch[:2], strict=True))
-    assert (chosen, rejected) == (" f g h x y</s>", " e f g h z</s>")
-    for ids, target in zip(batch.input_ids, batch.target, strict=True):
-        predicted = target != align.IGNORE_INDEX
-        assert torch.equal(target[predicted], ids[1:][predicted[:-1]])
-    assert (batch.target != align.IGNORE_INDEX).sum(-1).tolist() == [3, 2]
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"prompt": "a", "chosen": "b"}', "line 13: field 'rejected' is missing"),
-        ('{"prompt": "a", "chosen": 7, "rejected": "c"}', "line 13: field 'chosen' must be a string, got int"),
-        ('{"prompt": "a", "chosen": "b", "rejected": " "}', "line 13: field 'rejected' is empty"),
-        ('["a", "b", "c"]', "line 13: expected an object"),
-        ('{"prompt": "a"', "line 13: not JSON"),
-    ],
-)
-def test_malformed_line(align: ModuleType, preference_file: Path, line: str, message: str) -> None:
-    preference_file.write_text(preference_file.read_text().rstrip() + f"\n{line}\n")
-    with pytest.raises(SystemExit, match=message):
-        align.main(["--data", str(preference_file)])
 
 
 def test_custom_losses_match_full_logits(monkeypatch):

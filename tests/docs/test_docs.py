@@ -220,13 +220,6 @@ def test_no_block_of_the_first_pages_is_left_out():
         assert blocks(page) and all(block.mark is None for block in blocks(page)), page
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_lines_of_code_fit_the_column(page):
-    """88 characters at 1280 pixels; `style.css` has the size of the letters."""
-    wide = [line for block in blocks(page) for line in block.code.splitlines() if len(line) > 88]
-    assert not wide
-
-
 @pytest.mark.few(4)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_relative_links_point_to_files(page):
@@ -275,10 +268,6 @@ def trl_trainers() -> list[str]:
     from liger_chunked.integrations import trl
 
     return trl.__all__
-
-
-def test_readme_is_read_in_one_sitting():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
 
 
 def test_the_map_of_the_engine_has_every_file():

@@ -123,8 +123,3 @@ def test_lightning(run, toy, head_outputs, monkeypatch):
     chosen, rejected = (logps(module.model) - logps(module.reference)).chunk(2)
     expected = -F.logsigmoid(0.1 * (chosen - rejected)).mean()
     assert module.training_step(batch, 0).item() == pytest.approx(expected.item(), rel=1e-5)
-
-
-def test_examples_are_short():
-    for name in ("hf_trainer.py", "plain_loop.py", "lightning_module.py", "toy.py"):
-        assert len((EXAMPLES / name).read_text().splitlines()) <= 90, name

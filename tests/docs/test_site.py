@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from benchmarks.drawing.style import dark
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def markdown() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_markdown", ROOT / "scripts" / "docs_markdown.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.few(4)
@@ -30,30 +19,6 @@ def test_every_figure_has_a_dark_version(path):
     else:
         text = dark(path.read_text())
         assert "#ffffff" not in text and "text {fill: #" in text
-
-
-def test_a_colour_without_a_dark_version():
-    with pytest.raises(ValueError, match=r"no dark version of .*#123456"):
-        dark('<svg><style></style><path style="fill: #123456"/></svg>')
-
-
-def test_figures_and_papers_of_pages(markdown):
-    page = "![A](a.svg) and 2305.18290, [DPO](https://arxiv.org/abs/2305.18290)\n\n```\n![A](a.svg) 2305.18290\n```\n"
-    found = markdown.page_markdown(page)
-    assert "![A](a.svg#only-light)![A](a-dark.svg#only-dark)" in found
-    assert found.count("[2305.18290](https://arxiv.org/abs/2305.18290)") == 1
-    assert found.endswith("\n\n```\n![A](a.svg) 2305.18290\n```\n")
-
-
-def test_docstrings(markdown):
-    doc = (
-        "DPO (Rafailov 2023, https://arxiv.org/abs/2305.18290), see `docs/kept-ids.md`.\n\n"
-        "Args:\n    beta: not 0.12345.\n\n>>> 1 + 1\n2\n\nMore."
-    )
-    assert markdown.docstring_markdown(doc) == (
-        "DPO (Rafailov 2023, [arXiv 2305.18290](https://arxiv.org/abs/2305.18290)), see [kept-ids](../kept-ids.md).\n\n"
-        "Args:\n    beta: not 0.12345.\n\n```pycon\n>>> 1 + 1\n2\n```\n\nMore."
-    )
 
 
 def test_the_reference_has_every_trainer():

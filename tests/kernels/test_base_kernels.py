@@ -32,7 +32,6 @@ from base_ops import (
 )
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.checkpoint import checkpoint
 
 import liger_chunked as lc
 from liger_chunked.kernels.backend import INTERPRETED
@@ -186,17 +185,6 @@ def test_without_a_graph(op: Op, device: str) -> None:
             assert not y.requires_grad and torch.equal(y, same) and y.stride() == same.stride()
 
 
-@pytest.mark.triton
-def test_frozen_weight_computes_no_gradient(device: str) -> None:
-    x, weight, rstd = torch.randn(4, 64, device=device), torch.ones(64, device=device), torch.ones(4, device=device)
-    options = 0.0, "silu", False, 1
-    assert rms_norm._backward(x, None, x, weight, rstd, None, *options, True, False)[1] is None
-    assert rms_norm._backward(x, None, x, weight, rstd, None, *options, False, True)[0] is None
-    stats = torch.stack((rstd, rstd))
-    assert layer_norm._backward(x, x, weight, stats, True, None, None)[1:] == (None, None)
-    assert layer_norm._backward(x, x, weight, stats, False, None, torch.float32)[:2] == (None, None)
-
-
 @pytest.mark.few(4)
 @pytest.mark.triton
 @one_each
@@ -264,35 +252,6 @@ def test_second_derivative_by_any_input_is_refused(op: Op, linear: bool) -> None
                 torch.testing.assert_close(ours, again(op.eager, first, by))
 
 
-@pytest.mark.few(3)
-@one_each
-def test_gradients_with_a_graph_may_be_changed_in_place(op: Op) -> None:
-    inputs = op.sample(op.shapes[0], torch.float32)
-    outputs = outputs_of(op.ours(*inputs))
-    expected = torch.autograd.grad(outputs, inputs, upstream(outputs), retain_graph=True)
-    gradients = torch.autograd.grad(outputs, inputs, upstream(outputs), create_graph=True)
-    assert torch.equal(gradients[0].mul_(2), 2 * expected[0])
-    assert torch.equal(gradients[-1].mul_(2), (4 if gradients[-1] is gradients[0] else 2) * expected[-1])
-
-
-@pytest.mark.slow
-@pytest.mark.sampled(0.25)
-@dynamo_warns
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@one_each
-def test_compile(op: Op, backend: str, device: str) -> None:
-    torch.compiler.reset()
-    compiled = torch.compile(op.ours, fullgraph=True, backend=backend)
-    for shape in op.shapes[:2]:
-        inputs = op.sample(shape, torch.float32, device)
-        for value, same in zip(run(compiled, inputs), run(op.ours, inputs), strict=True):
-            assert torch.equal(value, same)
-        if len(inputs) > 1:
-            inputs[1].requires_grad_(False)
-            for value, same in zip(run(compiled, inputs), run(op.ours, inputs), strict=True):
-                assert torch.equal(value, same)
-
-
 class Block(torch.nn.Module):
     """All kernels in sequence."""
 
@@ -333,29 +292,6 @@ def test_a_compiled_model_compiles_twice_for_any_length(backend: str, device: st
         for value, same in zip(step(compiled, block, x), step(block, block, x), strict=True):
             torch.testing.assert_close(value, same)
     assert counter.frame_count <= 2  # one for the first length, one for all others
-
-
-@pytest.mark.few(3)
-@pytest.mark.parametrize("reentrant", [False, True])
-@one_each
-def test_activation_checkpointing(op: Op, reentrant: bool, device: str) -> None:
-    inputs = op.sample(op.shapes[0], torch.float32, device)
-    again = partial(checkpoint, op.ours, use_reentrant=reentrant)
-    outputs = outputs_of(again(*inputs))
-    torch.autograd.backward(outputs, upstream(outputs))
-    for x, same in zip(inputs, run(op.ours, inputs)[-len(inputs) :], strict=True):
-        assert torch.equal(x.grad, same)
-
-
-@pytest.mark.few(2)
-@every_op
-def test_autocast_changes_nothing(op: Op, device: str) -> None:
-    inputs = op.sample(op.shapes[0], torch.float32, device)
-    expected = run(op.ours, inputs)
-    with torch.autocast(device, torch.bfloat16):
-        values = run(op.ours, inputs)
-    for value, same in zip(values, expected, strict=True):
-        assert torch.equal(value, same)
 
 
 @pytest.mark.few(4, "cpu-rms_norm-residual")
@@ -496,39 +432,6 @@ def test_rms_norm_of_transformers(name: str, offset: float, casting: Any, dtype:
     else:  # another summation order: in float32 up to a unit in each step; the interpreter truncates twice
         ulps = 4 if dtype == torch.float32 else 2 if INTERPRETED else 1
         torch.testing.assert_close(value, same, rtol=ulps * torch.finfo(dtype).eps, atol=0)
-
-
-@pytest.mark.triton
-def test_the_dtype_of_a_gated_norm(device: str) -> None:
-    """The wider one of input and weight, unless a gate behind the norm or "gemma" rounds to the input's."""
-    x, weight = torch.randn(3, 64, device=device).bfloat16(), torch.ones(64, device=device)
-    for gate, options, expected in (
-        (None, {}, torch.float32),
-        (x, {"gate_first": True}, torch.float32),
-        (x, {}, torch.bfloat16),
-        (None, {"casting": "gemma"}, torch.bfloat16),
-    ):
-        assert lc.liger_rms_norm_gated(x, gate, weight, **options).dtype == expected, options
-
-
-def test_rms_norm_with_a_float32_weight_promotes_as_llama_does() -> None:
-    theirs, ours = transformers_object("llama.LlamaRMSNorm")(64), lc.LigerRMSNorm(64)
-    x = torch.randn(3, 64, dtype=torch.bfloat16)
-    assert ours(x).dtype == theirs(x).dtype == torch.float32
-    assert torch.equal(ours(x), theirs(x))
-    assert lc.LigerRMSNorm(64, offset=1.0, casting="gemma")(x).dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize(
-    ("name", "ours", "activation"),
-    [("llama.LlamaMLP", lc.LigerSwiGLUMLP, "silu"), ("gemma.GemmaMLP", lc.LigerGEGLUMLP, "gelu_pytorch_tanh")],
-)
-def test_mlp_of_transformers(name: str, ours: Any, activation: str) -> None:
-    config = SimpleNamespace(hidden_size=16, intermediate_size=40, hidden_act=activation, mlp_bias=False)
-    theirs, mlp = transformers_object(name)(config), ours(config)
-    mlp.load_state_dict(theirs.state_dict())
-    x = torch.randn(3, 16)
-    torch.testing.assert_close(mlp(x), theirs(x))
 
 
 # Corner cases of single operations.

@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -94,79 +93,3 @@ def test_all_variants(cold: None) -> None:
     variants = matrix.compile_matrix(matrix.TARGETS, processes=os.cpu_count() or 1)
     assert {variant.target for variant in variants} == {*matrix.TARGETS}
     check(variants, on_hopper=True)
-
-
-# Compiles two kernels for sm_90: with Triton's default of now, with that of Triton 3.10, and with fusion off.
-FUSION = """
-from scripts import compile_matrix as matrix
-driver = matrix.pretend(True)
-driver.select(matrix.TARGETS["sm_90"])
-import torch
-from triton import knobs
-from liger_chunked.kernels import backend, logits_stats
-from liger_chunked.kernels.launch import Kernel
-from liger_chunked.layers import liger_rms_norm
-from liger_chunked.types import LogitOptions
-
-backend.runs_triton = lambda x: True
-meta = lambda *shape, dtype=torch.bfloat16: torch.empty(shape, dtype=dtype, device="meta")
-with matrix.collected_launches() as launches:
-    liger_rms_norm(meta(64, 256), meta(256), 1e-6)
-    logits_stats(meta(64, 4096), meta(64, dtype=torch.int64), LogitOptions(), ("logps",))
-assert len(launches) == 2
-
-def compiled():
-    for kernel, _ in launches:
-        kernel.kernel.device_caches.clear()
-    return [matrix.compile_launch(kernel, call).asm["cubin"] for kernel, call in launches]
-
-now = compiled()
-knobs.language.default_fp_fusion = False
-later = compiled()
-assert now == later
-options = Kernel.options
-Kernel.options = lambda *sizes: {**options(*sizes), "enable_fp_fusion": False}
-assert all(fused != apart for fused, apart in zip(now, compiled(), strict=True))
-"""
-
-
-@pytest.mark.slow
-@compiles
-def test_multiplications_and_additions_are_fused_whatever_the_default(cold: None, fresh_process: Any) -> None:
-    """The code is the same with Triton's default of 3.9 and with that of 3.10, and another without fusion."""
-    fresh_process.run(FUSION)
-
-
-@pytest.mark.few(3)
-@pytest.mark.parametrize(
-    ("target", "used", "problem"),
-    [
-        ("sm_89", {"shared": 99 << 10}, ""),
-        ("sm_89", {"shared": (99 << 10) + 1}, "101377 bytes of shared memory, and sm_89 has 101376"),
-        ("gfx942", {"shared": 65 << 10}, "66560 bytes of shared memory, and gfx942 has 65536"),
-        ("gfx950", {"shared": 65 << 10}, ""),
-        ("sm_90", {"registers": 255}, ""),
-        ("sm_90", {"registers": 136, "num_warps": 16}, "136 registers, and 16 warps leave it 128"),
-        ("gfx942", {"registers": 512}, ""),
-        ("gfx942", {"registers": 264, "num_warps": 8}, "264 registers, and 8 warps leave it 256"),
-        ("sm_80", {"spills": 2}, "2 registers spill, and 0 may"),
-        ("sm_80", {"error": "does not compile"}, "does not compile"),
-    ],
-)
-def test_what_does_not_fit_is_reported(target: str, used: dict[str, Any], problem: str) -> None:
-    common = {"kernel": "glu.forward", "target": target, "task": "", "arguments": "", "num_warps": 4}
-    found = matrix.Variant(**(common | used)).problem
-    assert problem in found and bool(found) == bool(problem)
-
-
-def test_usage_of_an_amd_kernel_is_read() -> None:
-    assembly = "\n".join(
-        f"    .{name}: {n}"
-        for name, n in {
-            "private_segment_fixed_size": 16,
-            "sgpr_spill_count": 9,  # to vector registers
-            "vgpr_count": 130,
-            "vgpr_spill_count": 2,
-        }.items()
-    )
-    assert matrix.amd_usage(assembly) == {"registers": 130, "spills": 4}

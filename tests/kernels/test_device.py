@@ -142,12 +142,3 @@ def test_what_needs_hopper_is_off_elsewhere(name: str, gpu: Any, monkeypatch: py
     assert tuning.table_of(name) is (HOPPER if name == "sm_90" else GENERIC)
     fresh = type(tuning.TUNING)()
     assert fresh[here] is tuning.table_of(name)
-
-
-def test_memory_of_ones_own() -> None:
-    """Elements that share memory cannot be overwritten one by one."""
-    x = torch.zeros(12)
-    for shape, strides in (((3, 4), (4, 1)), ((4, 3), (1, 4)), ((2, 3), (3, 1)), ((2, 3), (6, 2)), ((1, 3), (0, 1))):
-        assert backend.has_own_memory(x.as_strided(shape, strides)), (shape, strides)
-    for shape, strides in (((2, 3), (2, 1)), ((3, 3), (1, 1)), ((2, 3), (0, 1)), ((3, 2, 2), (3, 2, 1))):
-        assert backend.has_own_memory(x.as_strided(shape, strides)) is False, (shape, strides)

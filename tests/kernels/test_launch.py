@@ -163,6 +163,26 @@ def test_other_numbers_of_tokens_are(kernel: launch.Kernel, n_tokens: int, remem
     assert kernel.kernel.launched[-1] == "jitted"
 
 
+def test_memory_of_launches_ends(kernel: launch.Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "REMEMBERED", 2)
+    for rows in (1, 2, 3, 3):
+        kernel(**{**CALL, "numbers": (rows,)})
+    assert kernel.kernel.launched == ["jitted", "jitted", "jitted", "compiled"]
+    assert len(kernel.variants) == 1
+
+
+def test_a_remembered_kernel_stays_loaded(kernel: launch.Kernel) -> None:
+    """Triton unloads the code of a compiled kernel that nothing holds, for example once its caches are cleared."""
+
+    class Compiled:
+        run, function, packed_metadata = staticmethod(lambda *_: None), 7, (4, 1, 0)
+
+    compiled = Compiled()
+    alive, remembered = weakref.ref(compiled), private.launch_again(compiled)
+    del compiled
+    assert remembered is not None and alive() is not None
+
+
 @pytest.mark.parametrize("index", [0, 1])
 def test_products_run_on_the_device_of_their_tensors(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
     entered = []
@@ -220,16 +240,6 @@ def test_products_refuse_to_round_sums(permission: str) -> None:
     with gemms(CPU, dtype):
         assert not is_given(permission)
     assert not is_given(permission)  # it was not given before either
-
-
-def test_settings_of_float32_are_the_users() -> None:
-    before = torch.get_float32_matmul_precision()
-    for precision in ("highest", "high"):
-        torch.set_float32_matmul_precision(precision)
-        with gemms(CPU, torch.float32, torch.bfloat16, torch.float16):
-            assert torch.get_float32_matmul_precision() == precision
-        assert torch.get_float32_matmul_precision() == precision
-    torch.set_float32_matmul_precision(before)
 
 
 @pytest.mark.few(1)
@@ -334,14 +344,6 @@ def test_a_layout_that_a_kernel_is_not_told_of_is_refused(
     assert len(told.kernel.launched) == before
 
 
-def test_memory_of_launches_ends(kernel: launch.Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "REMEMBERED", 2)
-    for rows in (1, 2, 3, 3):
-        kernel(**{**CALL, "numbers": (rows,)})
-    assert kernel.kernel.launched == ["jitted", "jitted", "jitted", "compiled"]
-    assert len(kernel.variants) == 1
-
-
 @pytest.fixture
 def no_hooks(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     enter, leave = SimpleNamespace(calls=[]), SimpleNamespace(calls=[])
@@ -363,21 +365,6 @@ def test_triton_launches_where_its_launch_is_not_known(missing: str, kernel: lau
     assert kernel.kernel.launched == ["jitted"] * 3 and not kernel.variants
 
 
-@pytest.mark.parametrize(
-    ("version", "known"),
-    [
-        ("3.4.0", False),
-        ("3.5.0", True),
-        ("3.6.0+git9844da95", True),
-        ("3.9.0", True),
-        ("3.10.0", False),
-        ("4.0", False),
-    ],
-)
-def test_releases_of_triton_whose_launch_is_known(version: str, known: bool) -> None:
-    assert private._runs_as_we_know(version) is known
-
-
 @pytest.mark.skipif(not private.KNOWS_TRITON, reason="of this release no launch is remembered: Triton launches")
 def test_the_installed_triton_runs_kernels_as_a_remembered_launch_does() -> None:
     """Its own launch passes the same arguments in the same order; in place of None, what hooks want.
@@ -392,18 +379,6 @@ def test_the_installed_triton_runs_kernels_as_a_remembered_launch_does() -> None
         "knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, *bound_args.values())"
     ) in source
     assert "stream = driver.active.get_current_stream(device)" in source
-
-
-def test_a_remembered_kernel_stays_loaded(kernel: launch.Kernel) -> None:
-    """Triton unloads the code of a compiled kernel that nothing holds, for example once its caches are cleared."""
-
-    class Compiled:
-        run, function, packed_metadata = staticmethod(lambda *_: None), 7, (4, 1, 0)
-
-    compiled = Compiled()
-    alive, remembered = weakref.ref(compiled), private.launch_again(compiled)
-    del compiled
-    assert remembered is not None and alive() is not None
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from liger_chunked.kernels import (
     logits_stats,
     row_stats,
     row_stats_are_exact,
-    target_logit,
     unround_logps_,
 )
 from liger_chunked.kernels.transform import transform
@@ -235,10 +234,3 @@ def test_gradient_of_certain_targets(loss, confidence, tiles, device):
         error, bound = ((a - g).norm() / g.norm() for a in (by_ours, by_eager))
         # The target's logit cancels in the gradient of odds, which leaves a softmax over the others.
         assert error <= (0.85 if loss == "cross entropy" else 1.02) * bound, f"{error:.1e}, eager {bound:.1e}"
-
-
-def test_float32_logits_are_as_they_were(device, monkeypatch):
-    monkeypatch.setattr(target_logit, "_move_torch", None)
-    monkeypatch.setattr(target_logit, "_move_triton", None)
-    head, x = head_of(40, 16, torch.float32, device), states(8, 16, torch.float32, device)
-    linear_token_stats(head.weight, x, torch.arange(8, device=device))

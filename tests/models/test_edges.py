@@ -401,6 +401,7 @@ COMPILED = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("whole", "way", "order"), COMPILED)
 def test_compiled(whole: bool, way: Way, order: str) -> None:
     """Without hooks on the layers, which would split the graphs. The second step, with its recorder, runs eagerly."""
@@ -606,28 +607,6 @@ def test_a_replaced_forward_of_a_class(name: str, way: Way, order: str, monkeypa
 # 4. Arguments of a call
 
 
-@pytest.mark.few(1)
-@pytest.mark.sampled
-@pytest.mark.parametrize("requested", [True, None], ids=["argument", "config"])
-@pytest.mark.parametrize("way", WAYS, ids=repr)
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_auxiliary_loss(family: str, way: Way, requested: bool | None) -> None:
-    """The loss includes that of the router, with every gradient."""
-    inputs = batch(family, output_router_logits=requested)
-    stock_model = build(family)
-    stock_model.config.output_router_logits = requested is None
-    stock = step(own_call, stock_model, inputs)
-    without = own_call(stock_model, **{**inputs, "output_router_logits": False}).loss
-    assert stock.output.aux_loss is not None and abs(stock.loss - without) > 1e-3
-    model = build(family)
-    model.config.output_router_logits = requested is None
-    way.patch(model)
-    ours = step(way.call, model, inputs)
-    assert_same(ours, stock)
-    if way is not ATTACH:  # its function returns what it wants
-        assert_close(ours.output.aux_loss.detach(), stock.output.aux_loss.detach(), 1e-5, "aux_loss")
-
-
 def last_labels(n: int) -> Tensor:
     return batch()["labels"][:, -n:]
 
@@ -699,23 +678,6 @@ def test_all_labels_ignored(way: Way) -> None:
     ours = step(way.call, model, inputs)
     assert ours.loss == 0 and ours.grads
     assert not any(gradient.any() for gradient in ours.grads.values())
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_a_gradient_through_logits_that_were_read(family: str) -> None:
-    """A z-loss of the user, beside the model's loss."""
-
-    def grads(model: Any) -> dict[str, Tensor]:
-        output = model(**batch(family))
-        return edge.gradients(model, output.loss + 0.1 * output.logits.float().logsumexp(-1).square().mean())
-
-    model = build(family)
-    APPLY.patch(model)
-    ours, stock = grads(model), grads(build(family))
-    assert ours.keys() == stock.keys()
-    for name, gradient in stock.items():
-        assert_close(ours[name], gradient, 5e-5, name)
 
 
 # 5. Remote code

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import io
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -84,22 +82,6 @@ def test_a_metric_of_the_argmax_builds_no_logits(tmp_path):
     for name in ("eval_loss", "eval_accuracy"):
         assert ours[name] == pytest.approx(stock[name], rel=1e-5)
     assert of_stock >= LOGITS and largest < LOGITS / 2
-
-
-def test_metrics_get_logits(tmp_path, caplog):
-    """Compared by value: nothing is lost, and nothing is warned of, when metrics read logits."""
-    found: list[Any] = []
-
-    def compute_metrics(prediction: Any) -> dict[str, float]:
-        found.append(prediction.predictions)
-        return {"largest": float(prediction.predictions.max())}
-
-    with caplog.at_level(logging.WARNING, "liger_chunked"):
-        for model in (build("LlamaForCausalLM"), patched()):
-            trainer_of(model, tmp_path, compute_metrics=compute_metrics).evaluate()
-    assert type(found[1]) is type(found[0])
-    torch.testing.assert_close(*map(torch.tensor, found), rtol=1e-4, atol=1e-5)
-    assert not [record for record in caplog.records if record.name == "liger_chunked"]
 
 
 def test_predict(tmp_path):
@@ -253,45 +235,3 @@ def test_compiled_evaluation_keeps_its_graph():
 
 
 # generate of copies, and of code that it runs
-
-
-def pickled(model: torch.nn.Module) -> Any:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-def adapted(model: Any) -> Any:
-    peft = pytest.importorskip("peft")
-    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")).train()
-
-
-@pytest.mark.parametrize("made", [copy.deepcopy, pickled, adapted])
-def test_generate_in_training_mode(made: Callable[[Any], Any]) -> None:
-    ids, kinds = IDS[:2, :4], Kinds()
-
-    def sample(model: Any) -> Tensor:
-        torch.manual_seed(0)
-        mask = torch.ones_like(ids)
-        return model.generate(ids, attention_mask=mask, do_sample=True, max_new_tokens=4, logits_processor=[kinds])
-
-    expected, model = sample(build("LlamaForCausalLM")), made(patched())
-    assert model.training
-    assert sample(model).equal(expected) and kinds.found == {Tensor}
-    assert_fused(model(ids, labels=ids))
-
-
-def test_attached_head_defers_for_a_caller_in_generate() -> None:
-    """A call with `head_fn` asks for deferral itself, also from code that `generate` runs."""
-    model, ids = build("LlamaForCausalLM"), IDS[:2, :4]
-    attach_head(model)
-    shapes = []
-
-    class Scores(LogitsProcessor):
-        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-            shapes.append(model(ids, head_fn=lambda head, input: input.hidden_states).shape)
-            return scores
-
-    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, logits_processor=[Scores()])
-    assert [shape[:2] for shape in shapes] == [(2, 4)] * 2

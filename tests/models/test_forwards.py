@@ -195,17 +195,6 @@ def test_a_check_leaves_no_trace(check):
     assert all(x.equal(before[name]) for name, x in model.state_dict().items())
 
 
-def test_logit_options_leave_no_trace():
-    """They run the forward, and give back the random numbers that it draws."""
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA, attention_dropout=0.5)).train()
-    state = torch.get_rng_state()
-    attributes = [(type(module), set(vars(module))) for module in model.modules()]
-    logit_options(model)
-    assert model.training and all(module.training for module in model.modules())
-    assert [(type(module), set(vars(module))) for module in model.modules()] == attributes
-    assert torch.get_rng_state().equal(state)
-
-
 @pytest.mark.few(2)
 @pytest.mark.parametrize("patch", [logit_options, attach_head, apply_liger_kernel])
 def test_a_model_is_freed_at_once(patch):
@@ -417,20 +406,6 @@ def test_adapters_on_the_head(kind):
         assert_trains_as_stock(inner, fused=False)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_an_attribute_of_the_model_that_changes_after_compilation():
-    """Cohere reads its scale from the model."""
-    model, arguments = tiny("CohereForCausalLM", **{**LLAMA, "num_hidden_layers": 1}), batch()
-    attach_head(model)
-    torch.compiler.reset()
-    compiled = torch.compile(model, backend="eager")
-    for scale in (0.25, 0.75):
-        model.logit_scale = scale
-        stock = model(**arguments).loss
-        torch.testing.assert_close(compiled(**arguments, head_fn=fused), stock, rtol=1e-5, atol=0)
-
-
 LLAMA4: dict[str, Any] = {
     "text_config": {
         **LLAMA, "head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 2, "moe_layers": [1],
@@ -492,22 +467,6 @@ def test_a_head_in_a_causal_model_inside(way, images):
     if way == "patched":
         revert_liger_kernel(model)
         assert model(**arguments).logits.equal(expected.logits)
-
-
-class Halved(transformers.Llama4ForCausalLM):
-    def forward(self, *args, **kwargs):
-        output = super().forward(*args, **kwargs)
-        output.logits = output.logits / 2
-        return output
-
-
-def test_a_causal_model_inside_that_transforms_its_logits():
-    model = llama4()
-    model.language_model.__class__ = Halved
-    assert logit_options(model).logit_scale == 0.5
-    assert_served(model)
-    detach_head(model)
-    assert_trains_as_stock(model)
 
 
 class Passing(transformers.LlamaForCausalLM):

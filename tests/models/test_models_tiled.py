@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import io
 from typing import Any
 
 import pytest
@@ -138,26 +136,6 @@ def test_lora(name):
         results.append(step(model, labelled(BY_ID[name])))
     assert_same_step(results[1], results[0])
     assert results[1][1] and all("lora" in parameter for parameter in results[1][1])
-
-
-def test_copies_and_pickles_keep_their_tiles():
-    model = BY_ID["llama"].build()
-    apply_liger_kernel(model, tiled_mlp=3)
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    for other in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
-        assert largest_mlp_input(other, labelled(BY_ID["llama"])) == 3
-
-
-@pytest.mark.slow
-def test_compile_with_chosen_tiles():
-    model = BY_ID["llama"].build()
-    apply_liger_kernel(model, tiled_mlp=True)
-    mlp = model.model.layers[0].mlp
-    x = torch.randn(1, 4224, model.config.hidden_size)  # the least tile has 4096 tokens
-    assert torch.equal(torch.compile(mlp, backend="eager")(x), mlp(x))
-    torch._dynamo.reset()
 
 
 @pytest.mark.slow

@@ -227,20 +227,6 @@ def test_a_head_fn_without_a_gradient():
     assert not loss.requires_grad
 
 
-class Heated(transformers.LlamaForCausalLM):
-    def forward(self, input_ids=None, attention_mask=None, temperature=None, **kwargs):
-        logits = self.lm_head(self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state)
-        return CausalLMOutputWithPast(logits=logits if temperature is None else logits / temperature)
-
-
-def test_an_argument_that_only_a_forward_of_ones_own_reads():
-    model, arguments = Heated(transformers.LlamaConfig(**BY_ID["llama"].config)), batch()
-    attach_head(model)
-    for temperature, scale in ((None, 1.0), (2.0, 0.5)):
-        found = run_head(model, lambda head, input: input.options.logit_scale, **arguments, temperature=temperature)
-        assert found == scale
-
-
 # The loss of a forward of one's own.
 
 
@@ -434,12 +420,3 @@ def test_an_activation_without_a_switch_is_left_alone(needed, table):
     model = BY_ID["llama"].build()
     model.model.layers[0].mlp = Gated(needed=needed)
     assert "its activation is" in apply_liger_kernel(model).left["Gated"]
-
-
-def test_checks_do_not_depend_on_inference_mode():
-    with torch.inference_mode():
-        applied = apply_liger_kernel(own())
-        assert applied.left == {} and applied.replaced["rms_norm"]
-        assert logit_options(own(after=lambda self, logits, ids: logits / 4)).logit_scale == 0.25
-        with pytest.raises(ValueError, match=r"no loss can express what Own does: .* takes real ones"):
-            logit_options(own(after=lambda self, logits, ids: logits.clamp(-50, 50)))
