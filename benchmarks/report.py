@@ -263,7 +263,9 @@ def steps_markdown(run: Run) -> str:
         for ours in (name for name in rows if name.startswith(OURS)):
             setting = ours.removeprefix(OURS).lstrip(", ")
             labels.append(f"… `{setting}`" if setting else spaced(task))
-            shown = [rows.get(ours if name == OURS else name) for name in names]
+            # The other contenders stand in the row above a setting of ours.
+            of_row = names if not setting else [OURS]
+            shown = [rows.get(ours if name == OURS else name) if name in of_row else None for name in names]
             ratios = ["" if name == ours else _over(measured.get(ours), measured.get(name)) for name in others]
             apart = _apart(measured.get(ours), measured.get(STOCK))
             speed.append([*(_step_cell(row, _tokens) for row in shown), *ratios, apart])
