@@ -59,7 +59,7 @@ class Step:
 
 
 _BUILDS_LOGITS = "TRL's trainer builds all logits"
-_SAME = "TRL has a fused head of its own"
+_SAME = "TRL has its own fused head"
 GAINS = (
     Gain("sft", "llama-3-8b 4x4096", "SFT, Llama-3-8B, 4 × 4096 tokens", liger=LIGER),
     Gain("sft", "llama-3.2-1b 16x4096", "SFT, Llama-3.2-1B, 16 × 4096", "stock builds all logits", liger=LIGER),
