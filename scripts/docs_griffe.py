@@ -12,8 +12,8 @@ import griffe
 sys.path.insert(0, str(Path(__file__).parent))  # griffe imports this file by its path
 from docs_markdown import docstring_markdown
 
-# Their pages have examples already, and of some losses the tables too.
-_EXAMPLES_ABOVE = ("liger_chunked.losses.", "liger_chunked.engine.")
+# Kernels and layers have no guide with examples. Pages of some losses have their tables too.
+_WITH_EXAMPLES = ("liger_chunked.kernels.", "liger_chunked.layers.")
 _TABLES_ABOVE = tuple(f"liger_chunked.losses.{name}." for name in ("dpo", "cpo", "kto", "grpo"))
 
 
@@ -24,8 +24,9 @@ class ReferencePages(griffe.Extension):
                 path = documented.path
                 documented.docstring.value = docstring_markdown(
                     documented.docstring.value,
-                    examples=not path.startswith(_EXAMPLES_ABOVE),
+                    examples=path.startswith(_WITH_EXAMPLES),
                     tables=not path.startswith(_TABLES_ABOVE),
+                    of_all_calls=not (path.startswith("liger_chunked.losses.") and path.endswith(".forward")),
                 )
 
 

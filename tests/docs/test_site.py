@@ -47,13 +47,18 @@ def test_figures_and_papers_of_pages(markdown):
 
 def test_docstrings(markdown):
     doc = (
-        "DPO (Rafailov 2023, https://arxiv.org/abs/2305.18290), see `docs/kept-ids.md`.\n\n"
+        "DPO (Rafailov 2023, https://arxiv.org/abs/2305.18290), see `docs/numerics.md`.\n\n"
         "Args:\n    beta: not 0.12345.\n\n>>> 1 + 1\n2\n\nMore."
     )
     assert markdown.docstring_markdown(doc) == (
-        "DPO (Rafailov 2023, [arXiv 2305.18290](https://arxiv.org/abs/2305.18290)), see [kept-ids](../kept-ids.md).\n\n"
+        "DPO (Rafailov 2023, [arXiv 2305.18290](https://arxiv.org/abs/2305.18290)), see [numerics](../numerics.md).\n\n"
         "Args:\n    beta: not 0.12345.\n\n```pycon\n>>> 1 + 1\n2\n```\n\nMore."
     )
+
+
+def test_arguments_of_all_calls(markdown):
+    doc = "Args:\n    kl: a number.\n    cu_seqlens: (n,), for\n        packed sequences.\n    delta: a number.\n"
+    assert markdown.docstring_markdown(doc, of_all_calls=False) == "Args:\n    kl: a number.\n    delta: a number.\n"
 
 
 def test_the_reference_has_every_trainer():
