@@ -12,8 +12,7 @@ import griffe
 sys.path.insert(0, str(Path(__file__).parent))  # griffe imports this file by its path
 from docs_markdown import docstring_markdown
 
-# Kernels and layers have no guide with examples. Pages of some losses have their tables too.
-_WITH_EXAMPLES = ("liger_chunked.kernels.", "liger_chunked.layers.")
+# Pages of some losses have their tables already.
 _TABLES_ABOVE = tuple(f"liger_chunked.losses.{name}." for name in ("dpo", "cpo", "kto", "grpo"))
 
 
@@ -24,7 +23,6 @@ class ReferencePages(griffe.Extension):
                 path = documented.path
                 documented.docstring.value = docstring_markdown(
                     documented.docstring.value,
-                    examples=path.startswith(_WITH_EXAMPLES),
                     tables=not path.startswith(_TABLES_ABOVE),
                     of_all_calls=not (path.startswith("liger_chunked.losses.") and path.endswith(".forward")),
                 )

@@ -52,7 +52,7 @@ def test_docstrings(markdown):
     )
     assert markdown.docstring_markdown(doc) == (
         "DPO (Rafailov 2023, [arXiv 2305.18290](https://arxiv.org/abs/2305.18290)), see [numerics](../numerics.md).\n\n"
-        "Args:\n    beta: not 0.12345.\n\n```pycon\n>>> 1 + 1\n2\n```\n\nMore."
+        "Args:\n    beta: not 0.12345.\n\nMore."
     )
 
 
