@@ -106,7 +106,7 @@ ALONE = (
     Alone(
         "preference",
         "DPO 4x2x2048x4096x128256, prompt 0.5",
-        "half of each row is prompt: TRL and this library skip it, Liger-Kernel's loss does not",
+        "TRL and this library skip the prompt half",
     ),
     Alone("preference", "DPO 2x2x512x1024x32000", "the host takes most of the time"),
     Alone("distillation", "JSD 8192x(1536, 4096)x151936"),
