@@ -156,7 +156,10 @@ def markdown(runs: dict[str, Run]) -> str:
     columns = {name: title for name, title in _COLUMNS.items() if name in measured}
     times = _losses(runs, columns, "time over the floor", lambda row: f"{row['times_floor']:.2f}", errors=True)
     memory = _losses(runs, columns, "peak MiB", lambda row: "" if row["mib"] is None else f"{row['mib']:.0f}")
-    where = [f"- {FAMILIES[f]}: {run.source}" for f, run in runs.items()]
+    families: dict[str, list[str]] = {}
+    for family, run in runs.items():
+        families.setdefault(run.source, []).append(FAMILIES[family])
+    where = [f"- {', '.join(names)}: {source}" for source, names in families.items()]
     return "\n".join([*times, "", *memory, "", *where, *_absent(runs)])
 
 
