@@ -21,7 +21,6 @@ class ReferencePages(griffe.Extension):
         for documented in objects(pkg):
             if documented.is_function:
                 # Docstrings tell shapes, dtypes and units: `Tensor | None` in each line says less.
-                documented.returns = None
                 for parameter in documented.parameters:
                     parameter.annotation = None
             if documented.docstring is not None:
