@@ -198,7 +198,8 @@ def _absent(runs: dict[str, Run]) -> list[str]:
     notes = []
     for (name, failure), where in tasks.items():
         some = "" if len(where) == everywhere[name] else f" ({'; '.join(', '.join(name_and_shape(t)) for t in where)})"
-        notes.append(f"- {name} {failure}{some}")
+        reason, _, _ = failure.partition(". ")  # more sentences say what to install
+        notes.append(f"- {name} {reason}{some}")
     return ["", "Not measured:", "", *notes] if notes else []
 
 
