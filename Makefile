@@ -68,9 +68,9 @@ bench-models:
 	$(PYTHON) -m benchmarks.sft --families $(BENCH)
 	$(PYTHON) -m benchmarks.trainers $(BENCH)
 
-# Needs matplotlib.
+# Needs matplotlib and transformers.
 figures:
-	$(PYTHON) -m benchmarks.figures --table docs/benchmarks.md --convergence docs/evidence.md \
+	$(PYTHON) -m benchmarks.figures --table docs/benchmarks.md --convergence docs/benchmarks.md \
 		--headline README.md docs/index.md --pages
 
 $(VENV)/bin/python:

@@ -2,7 +2,6 @@
 
 python -m benchmarks.convergence_kinds                          about eight minutes on one core
 python -m benchmarks.convergence_kinds --kinds hybrid --steps 20
-python -m benchmarks.convergence_kinds --docs docs/evidence.md    only writes the table of the last complete run
 
 Text, optimizer and schedule are those of `benchmarks.convergence`. For each seed of the initial weights, all runs see
 the same batches: stock and fused in both dtypes, which are those of the parameters, and in float32 also stock from
@@ -40,14 +39,12 @@ from benchmarks.convergence import (
 )
 from benchmarks.curves import BFLOAT16, FLOAT32, FUSED, LAST, NUDGED, STOCK, Curve
 from benchmarks.harness import RESULTS, environment, new_file
-from benchmarks.report import newest_file
 from examples.align_data import Batch
 from liger_chunked import apply_liger_kernel
 
 STEPS, SEEDS = 100, 2
 LARGEST_RATIO = 1.1  # of the distances to float32 in bfloat16
 VARIANTS = {FLOAT32: (STOCK, FUSED, NUDGED), BFLOAT16: (STOCK, FUSED)}
-BEGIN, END = "<!-- kinds: begin -->", "<!-- kinds: end -->"
 STEM = "convergence_kinds"
 
 _IMAGE_IDS = {
@@ -192,10 +189,6 @@ class Kinds:
         pairs = self.pairs(kind, (BFLOAT16, variant), (FLOAT32, STOCK))
         return math.sqrt(statistics.fmean((x - exact) ** 2 for x, exact in pairs))
 
-    def final(self, kind: str, dtype: str, variant: str) -> float:
-        wanted = (kind, dtype, variant)
-        return statistics.fmean(c.final for c in self.curves if (c.family, c.dtype, c.variant) == wanted)
-
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         head = {"whole": self.whole, "environment": self.environment, "settings": self.settings}
@@ -211,18 +204,15 @@ def load(path: Path) -> Kinds:
 
 def markdown(run: Kinds) -> str:
     lines = [
-        "| kind | class | float32: difference of fused | of nudged | final loss of stock | of fused "
-        "| bfloat16: final loss of stock | of fused | distance of stock to float32 | of fused | ratio |",
-        "|---|" + "---|" * 10,
+        "| kind | class | float32: difference of fused | of nudged | bfloat16: distance of stock | of fused | ratio |",
+        "|---|" + "---|" * 6,
     ]
     for kind in run.kinds:
-        finals = [run.final(kind, dtype, variant) for dtype in (FLOAT32, BFLOAT16) for variant in (STOCK, FUSED)]
         stock, fused = (run.distance(kind, variant) for variant in (STOCK, FUSED))
         cells = [
             kind,
             f"`{KINDS[kind].model}`",
             *(f"{run.difference(kind, variant):.1e}" for variant in (FUSED, NUDGED)),
-            *(f"{loss:.4f}" for loss in finals),
             f"{stock:.4f}",
             f"{fused:.4f}",
             f"{fused / stock:.3f}",
@@ -233,22 +223,12 @@ def markdown(run: Kinds) -> str:
     return "\n".join([*lines, "", f"{env['device']}, {versions}, {env['date']}, commit {env['commit'][:12]}"])
 
 
-def write_table(page: Path, run: Kinds) -> None:
-    """Replace the text between the markers of a page, or raise a ValueError."""
-    head, begin, rest = page.read_text().partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{page}: expected the markers {BEGIN} and {END}")
-    page.write_text(f"{head}{BEGIN}\n{markdown(run)}\n{END}{tail}")
-
-
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parse = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parse.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="default: all")
     parse.add_argument("--steps", type=int, default=STEPS, help="default: %(default)s")
     parse.add_argument("--seeds", type=int, default=SEEDS, help="default: %(default)s")
     parse.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
-    parse.add_argument("--docs", type=Path, help="train nothing, and write the table into this page")
     args = parse.parse_args(arguments)
     for name in ("steps", "seeds"):
         if getattr(args, name) < 1:
@@ -258,12 +238,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> Path:
     args = parse_arguments(arguments)
-    if args.docs:
-        path = newest_file(args.out, STEM)
-        if path is None:
-            raise SystemExit(f"no complete run in {args.out}")
-        write_table(args.docs, load(path))
-        return args.docs
     batches = english_batches(args.steps, "cpu")
     curves = []
     for kind in args.kinds:

@@ -1,6 +1,6 @@
-"""Write the tables and the figure of docs/evidence.md from the kept runs of `benchmarks.evidence`.
+"""Tables and figure of the kept runs of `benchmarks.evidence`, for docs/benchmarks.md.
 
-python -m benchmarks.evidence_report --docs docs/evidence.md
+python -m benchmarks.evidence_report      draws docs/evidence.svg; `make figures` writes the tables
 
 Intervals of means over seeds are Student's, 95%. A difference is paired by seed, because contenders see the same data
 in the same order. It is *resolved* if its mean is beyond the spread of the seeds, the largest minus the smallest.
@@ -12,7 +12,7 @@ import argparse
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,8 +57,7 @@ METRICS = {
 }
 # 97.5% quantiles of Student's distribution, by degrees of freedom.
 _STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365}
-BEGIN, END = "<!-- evidence: begin -->", "<!-- evidence: end -->"
-FIGURE = "evidence.svg"
+DOCS, FIGURE = RESULTS.parents[1] / "docs", "evidence.svg"
 
 
 class Mean(NamedTuple):
@@ -87,12 +86,6 @@ class Evidence:
     method: str
     content: dict[str, Any]
     path: Path
-
-    @property
-    def in_float32(self) -> Evidence | None:
-        """Return the runs without bfloat16; None if there are none."""
-        rows = self.content.get("trained_float32")
-        return Evidence(self.method, {**self.content, "trained": rows}, self.path) if rows else None
 
     @property
     def contenders(self) -> list[str]:
@@ -162,62 +155,73 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows)]
 
 
-def learned(evidence: Evidence, metric: Metric) -> list[str]:
-    """Return the table of a held-out number."""
-    key, name, digits = metric
+COLUMNS = {STOCK: "stock", LAYERS: "Liger-Kernel's layers", OURS: "here", ALL_ON: "here, all on"}
+
+
+def learned(every: Sequence[Evidence]) -> list[str]:
+    """Return the table of held-out numbers: a row for each number of a method, a column for each contender."""
     rows = []
-    untrained = (evidence.content["untrained"] or {}).get(key)
-    if untrained and evidence.method not in AGAINST_UNTRAINED:
-        rows.append(["untrained", f"{untrained['value']:.{digits}f}", "", "", ""])
-    for contender in evidence.contenders:
-        scores = evidence.scores(contender, key)
-        row = [contender, Mean.of(scores).shown(digits), f"{evidence.spread(contender, key):.{digits}f}", "", ""]
-        if contender != STOCK:
-            differences = evidence.differences(contender, key)
-            row[3] = Mean.of(differences).shown(digits, sign=True)
-            row[4] = {True: "yes", False: "no", None: "too few seeds"}[evidence.is_resolved(contender, key)]
-        rows.append(row)
-    return _table(["", name, "spread of seeds", "minus stock", "beyond the spread"], rows)
+    for evidence in every:
+        for key, name, digits in METRICS[evidence.method]:
+            before = (evidence.content["untrained"] or {}).get(key)
+            compared = before and evidence.method not in AGAINST_UNTRAINED
+            others = [contender for contender in evidence.contenders if contender != STOCK]
+            apart = max((Mean.of(evidence.differences(x, key)) for x in others), key=lambda mean: abs(mean.value))
+            spread = max(evidence.spread(x, key) for x in evidence.contenders)
+            resolved = {evidence.is_resolved(x, key) for x in others}
+            rows.append(
+                [
+                    f"{TITLES[evidence.method]}: {name}",
+                    f"{before['value']:.{digits}f}" if compared else "",
+                    *(
+                        Mean.of(evidence.scores(x, key)).shown(digits) if x in evidence.contenders else ""
+                        for x in COLUMNS
+                    ),
+                    apart.shown(digits, sign=True),
+                    f"{spread:.{digits}f}",
+                    "yes" if True in resolved else "too few seeds" if None in resolved else "no",
+                ]
+            )
+    header = [
+        "method and number",
+        "untrained",
+        *COLUMNS.values(),
+        "largest difference",
+        "spread of seeds",
+        "beyond the spread",
+    ]
+    return _table(header, rows)
 
 
 def updates(every: Sequence[Evidence]) -> list[str]:
-    """Return the table of times and memory of updates, of all methods."""
-    rows = []
-    for evidence in every:
-        stock = evidence.timed(STOCK)
-        for contender in dict.fromkeys(row["contender"] for row in evidence.content["timed"]):
-            row = evidence.timed(contender)
-            if row is None:
-                continue
-            ms = statistics.median(row["ms"])
-            cells = [TITLES[evidence.method], contender, f"{ms:.0f} ({min(row['ms']):.0f}–{max(row['ms']):.0f})"]
-            cells.append(f"{statistics.median(stock['ms']) / ms:.2f}" if stock else "")
-            if row["mib"]:
-                mib = max(row["mib"])
-                cells += [f"{mib / 1024:.2f}", f"{mib / max(stock['mib']):.2f}" if stock else ""]
-            else:
-                cells += ["", ""]
-            rows.append(cells)
-    header = ["update", "", "ms, median (smallest–largest)", "speed over stock", "peak GiB", "memory over stock"]
-    return _table(header, rows)
+    """Return the tables of times and of memory of updates: a row for each method."""
+
+    def rows(cell: Callable[[dict[str, Any]], str]) -> list[list[str]]:
+        of_method = ([evidence.timed(contender) for contender in COLUMNS] for evidence in every)
+        return [
+            [TITLES[evidence.method], *(cell(row) if row else "" for row in found)]
+            for evidence, found in zip(every, of_method, strict=True)
+            if any(found)
+        ]
+
+    def ms(row: dict[str, Any]) -> str:
+        return f"{statistics.median(row['ms']):.0f} ({min(row['ms']):.0f}–{max(row['ms']):.0f})"
+
+    def gib(row: dict[str, Any]) -> str:
+        return f"{max(row['mib']) / 1024:.2f}" if row["mib"] else ""
+
+    times = _table(["ms of an update, median (smallest–largest)", *COLUMNS.values()], rows(ms))
+    return [*times, "", *_table(["peak GiB", *COLUMNS.values()], rows(gib))]
 
 
 def markdown(every: Sequence[Evidence]) -> str:
     """Return what the page has between its markers."""
-    lines = [f"![Training curves of every method, mean and range over seeds]({FIGURE})", ""]
-    for evidence in every:
-        lines += [f"### {TITLES[evidence.method]}", ""]
-        for metric in METRICS[evidence.method]:
-            lines += [*learned(evidence, metric), ""]
-        exact = evidence.in_float32
-        if exact is not None:
-            lines += ["In float32, without autocast:", ""]
-            for metric in METRICS[evidence.method]:
-                lines += [*learned(exact, metric), ""]
-        n = next(iter(evidence.of(STOCK).values()))["scores"][METRICS[evidence.method][0].key]["n"]
-        seeds, steps = len(evidence.seeds), evidence.content["settings"]["steps"]
-        lines += [f"{seeds} seeds, {steps} updates, {n:,} held-out values. `{evidence.path.name}`", ""]
-    lines += ["### Time and memory of an update", "", *updates(every), ""]
+    lines = [f"![Training curves of every method, mean and range over seeds]({FIGURE})", "", *learned(every), ""]
+    lines += [*updates(every), ""]
+    steps = ", ".join(f"{TITLES[x.method]} {x.content['settings']['steps']}" for x in every)
+    seeds = sorted({len(x.seeds) for x in every})
+    files = ", ".join(f"`{x.path.name}`" for x in every)
+    lines += [f"{' to '.join(map(str, seeds))} seeds. Updates: {steps}. Files: {files}.", ""]
     where = every[0].content["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
     lines.append(f"{where['device']}, {versions}, {where['date']}, commit {where['commit'][:12]}{_elsewhere(every)}")
@@ -244,28 +248,13 @@ def _elsewhere(every: Sequence[Evidence]) -> str:
     )
 
 
-def write_page(page: Path, every: Sequence[Evidence]) -> None:
-    """Write tables and figure.
-
-    Raises:
-        ValueError: the page has no markers.
-    """
-    head, begin, rest = page.read_text().partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{page}: expected the markers {BEGIN} and {END}")
-    page.write_text(f"{head}{BEGIN}\n{markdown(every)}\n{END}{tail}")
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--docs", type=Path, required=True, help="the page")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the kept runs")
     args = parser.parse_args(arguments)
     every = list(kept(args.results).values())
     if not every:
         parser.error(f"no evidence_*.json in {args.results}")
-    write_page(args.docs, every)
 
     import matplotlib
 
@@ -273,7 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from benchmarks.drawing.style import STYLE
 
     with matplotlib.rc_context(STYLE):
-        draw_evidence(every).savefig(args.docs.parent / FIGURE, metadata={"Date": None})
+        draw_evidence(every).savefig(DOCS / FIGURE, metadata={"Date": None})
 
 
 if __name__ == "__main__":

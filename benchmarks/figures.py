@@ -2,7 +2,7 @@
 
 python -m benchmarks.figures                                draws docs/*.svg
 python -m benchmarks.figures --table docs/benchmarks.md     also writes between that page's markers
-                             --convergence docs/evidence.md   the same for the loss curves
+                             --convergence docs/benchmarks.md   the same for the loss curves, between others
                              --headline README.md docs/index.md  what a user gains, with its figure
                              --pages                    the tables and numbers of the other pages, see `pages.py`
 """
@@ -48,12 +48,14 @@ ALTERNATIVES = {
     CONVERGENCE: "Loss of fused and of stock training, step by step, and their difference, for four families",
 }
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
+CONVERGENCE_BEGIN, CONVERGENCE_END = "<!-- convergence: begin -->", "<!-- convergence: end -->"
 HEADLINE_BEGIN, HEADLINE_END = "<!-- headline: begin -->", "<!-- headline: end -->"
 
 
 STEP_NOTE = (
-    "Forward, backward and AdamW. Columns with × are ratios of speed, above 1 where this library is faster. *Loss, "
-    "gradient apart*: relative differences to stock of the loss and of the gradient's norm in the first step."
+    "A step, here and in the tables of TRL's trainers, is forward, backward and AdamW. Columns with × are ratios of "
+    "speed, above 1 where this library is faster. *Loss, gradient apart*: relative differences to stock of the loss "
+    "and of the gradient's norm in the first step."
 )
 
 
@@ -122,7 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
             parts += ["## Base kernels", KERNEL_NOTE, kernels_markdown(kernels)]
         for family, run in steps.items():
             figure = drawn_as_markdown([drawn[STEP_FIGURES[family]]], args.table.parent)
-            parts += [f"## {ALL_STEPS[family]}", STEP_NOTE, *figure, steps_markdown(run)]
+            note = [STEP_NOTE] if family == next(iter(steps)) else []
+            parts += [f"## {ALL_STEPS[family]}", *note, *figure, steps_markdown(run)]
             if longest := newest(args.results, f"{family}_longest"):
                 parts += ["The longest sequences that fit, in tokens:", longest_markdown(longest)]
         write_between(args.table, "\n\n".join(parts))
@@ -132,7 +135,8 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
         print(f"wrote {page}")
     if args.convergence and convergence:
         shown = drawn_as_markdown([drawn[CONVERGENCE]], args.convergence.parent)
-        write_between(args.convergence, "\n\n".join([*shown, curves.markdown(convergence)]))
+        text = "\n\n".join([*shown, curves.markdown(convergence)])
+        write_between(args.convergence, text, CONVERGENCE_BEGIN, CONVERGENCE_END)
         print(f"wrote {args.convergence}")
     for page, text in pages.written(DOCS.parent, args.results).items() if args.pages else ():
         page.write_text(text)

@@ -59,7 +59,7 @@ class Step:
 
 
 _BUILDS_LOGITS = "TRL's trainer builds all logits"
-_SAME = "TRL has a fused head of its own"
+_SAME = "TRL has its own fused head"
 GAINS = (
     Gain("sft", "llama-3-8b 4x4096", "SFT, Llama-3-8B, 4 × 4096 tokens", liger=LIGER),
     Gain("sft", "llama-3.2-1b 16x4096", "SFT, Llama-3.2-1B, 16 × 4096", "stock builds all logits", liger=LIGER),
@@ -106,7 +106,7 @@ ALONE = (
     Alone(
         "preference",
         "DPO 4x2x2048x4096x128256, prompt 0.5",
-        "half of each row is prompt: TRL and this library skip it, Liger-Kernel's loss does not",
+        "TRL and this library skip the prompt half",
     ),
     Alone("preference", "DPO 2x2x512x1024x32000", "the host takes most of the time"),
     Alone("distillation", "JSD 8192x(1536, 4096)x151936"),

@@ -1,8 +1,6 @@
 """Tables of `benchmarks.long_context` in `docs/benchmarks.md`, from the committed results.
 
-python -m benchmarks.long_tables        writes them into the page, between two marks
-
-A cell of a longest sequence is the newest of its row and contender on a device; TRL's own trainers count with the
+A number of a longest sequence is the newest of its row and contender on a device; TRL's own trainers count with the
 newest TRL that ran the row. The times of a row of steps are compared with each other, so all cells of it are of the
 newest file that has this row.
 """
@@ -17,8 +15,6 @@ from typing import Any
 from benchmarks.harness import OURS, RESULTS
 from benchmarks.report import by_age
 
-PAGE = RESULTS.parents[1] / "docs" / "benchmarks.md"
-BEGIN, END = "<!-- long contexts: python -m benchmarks.long_tables -->\n", "<!-- end of long contexts -->\n"
 COLUMNS = {
     "stock": "stock",
     "Liger-Kernel": "Liger-Kernel",
@@ -58,22 +54,24 @@ def tables(folder: Path = RESULTS) -> str:
     parts = []
     for device in sorted({device for device, _ in (*lengths, *steps)}):
         kinds = (
-            ("Tokens of each sequence, and the peak of the step", lengths, _length),
-            ("Milliseconds of a step, and its peak", steps, _step),
+            ("Longest sequences", "tokens of each sequence", lengths, _length),
+            ("Steps", "milliseconds", steps, _step),
         )
-        for title, of_kind, cell in kinds:
+        for title, what, of_kind, cell in kinds:
             chosen = {task: rows for (d, task), rows in of_kind.items() if d == device}
             if not chosen:
                 continue
-            lines = [f"| {' | '.join(['step', *COLUMNS])} |", f"|{'---|' * (1 + len(COLUMNS))}"]
+            lines = [f"| step | contender | {what} | peak GiB |", "|---|---|---|---|"]
             for task in sorted(chosen, key=lambda task: (facts[task]["trainer"], facts[task]["sequences"])):
-                rows = chosen[task]
-                cells = [cell(rows[name]) if name in rows else "" for name in COLUMNS.values()]
-                lines.append(f"| {_name(facts[task], task.endswith(LONGEST))} | {' | '.join(cells)} |")
-                sources[device] |= {rows[name]["file"]: None for name in COLUMNS.values() if name in rows}
-            parts.append(f"{title}, on one {device}:\n\n" + "\n".join(lines) + "\n")
+                label = _name(facts[task], task.endswith(LONGEST))
+                for column, name in COLUMNS.items():
+                    if row := chosen[task].get(name):
+                        lines.append(f"| {label} | {column} | {' | '.join(cell(row))} |")
+                        sources[device][row["file"]] = None
+                        label = ""
+            parts.append(f"{title} on one {device}:\n\n" + "\n".join(lines) + "\n")
         parts.append(f"Files: {', '.join(f'`{name}`' for name in sorted(sources[device]))}.\n")
-    return "\n".join(parts)
+    return "\n".join(parts).strip()
 
 
 def _name(fact: Row, is_search: bool) -> str:
@@ -82,21 +80,12 @@ def _name(fact: Row, is_search: bool) -> str:
     return f"{trainer}, {fact['model'].title()}, {sequences}"
 
 
-def _length(row: Row) -> str:
+def _length(row: Row) -> tuple[str, str]:
     least = "" if row["too_long"] is not None else "≥ "
-    return f"{least}{row['length']} · {row['mib'] / 1024:.1f} GiB"
+    return f"{least}{row['length']}", f"{row['mib'] / 1024:.1f}"
 
 
-def _step(row: Row) -> str:
+def _step(row: Row) -> tuple[str, str]:
     if row["failure"] is not None:
-        return str(row["failure"])
-    return f"{row['ms']:.0f} · {row['peak_mib'] / 1024:.1f} GiB"
-
-
-def main() -> None:
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(before + BEGIN + "\n" + tables() + "\n" + END + rest.partition(END)[2])
-
-
-if __name__ == "__main__":
-    main()
+        return str(row["failure"]), ""
+    return f"{row['ms']:.0f}", f"{row['peak_mib'] / 1024:.1f}"

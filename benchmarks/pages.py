@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import evidence_report, long_tables, scaling
 from benchmarks.harness import BASELINE, OURS, OURS_SHARED, STOCK
 from benchmarks.headline import LAYERS, alone_table, whole_run
-from benchmarks.report import Run, kernels_markdown, name_and_shape, spaced
+from benchmarks.report import Run, kernels_markdown, name_and_shape, newest_file, spaced
 
 Row = dict[str, Any]
 LABELS = {
@@ -49,16 +50,19 @@ def cell(row: Row | None, write: Callable[[Row], str]) -> str:
     return write(row)
 
 
-def by_columns(run: Run, label: Callable[[str], str], columns: dict[str, str], write: Callable[[Row], str]) -> str:
-    """Return a table with a row for each task, and a column for each contender that was measured anywhere."""
+def by_columns(
+    what: str, run: Run, label: Callable[[str], str], columns: dict[str, str], write: Callable[[Row], str]
+) -> str:
+    """Return a table of `what`: a row for each task, and a column for each contender that was measured anywhere."""
     measured = {name for task in run.cells for name in run.measured(task)}
     columns = {name: title for name, title in columns.items() if name in measured}
     rows = ([label(task), *(cell(rows.get(name), write) for name in columns)] for task, rows in run.cells.items())
-    return table(["task", *columns.values()], rows)
+    return table([what, *columns.values()], rows)
 
 
-def floor_and_mib(row: Row) -> str:
-    return f"{row['times_floor']:.2f} · {row['mib']:.0f}"
+def times_and_memory(run: Run, label: Callable[[str], str], columns: dict[str, str]) -> str:
+    times = by_columns("time over the floor", run, label, columns, lambda row: f"{row['times_floor']:.2f}")
+    return f"{times}\n\n{by_columns('MiB', run, label, columns, lambda row: format(row['mib'], '.0f'))}"
 
 
 def variants(folder: Path) -> str:
@@ -86,7 +90,7 @@ def token_stats(folder: Path) -> str:
         return short.get(what, f"{what}, {shape}")
 
     peers = named(run, "trl", "liger-kernel", "cut-cross-entropy")
-    return f"{by_columns(run, label, columns, floor_and_mib)}\n\n{peers}"
+    return f"{times_and_memory(run, label, columns)}\n\n{peers}"
 
 
 def lora_head(folder: Path) -> str:
@@ -103,7 +107,7 @@ def lora_head(folder: Path) -> str:
         what, shape = name_and_shape(task.partition(", rank")[0])
         return f"{what}, {shape}"
 
-    return f"{by_columns(run, label, columns, floor_and_mib)}\n\n{named(run)}"
+    return f"{times_and_memory(run, label, columns)}\n\n{named(run)}"
 
 
 _STEP_NAMES = {"llama-3.2-1b": "Llama-3.2-1B", "qwen2.5-0.5b": "Qwen2.5-0.5B"}
@@ -165,6 +169,26 @@ def alone(folder: Path) -> str:
     return alone_table(folder)
 
 
+def several_gpus(folder: Path) -> str:
+    return scaling.training(folder)
+
+
+def long_contexts(folder: Path) -> str:
+    return long_tables.tables(folder)
+
+
+def evidence(folder: Path) -> str:
+    return evidence_report.markdown(list(evidence_report.kept(folder).values()))
+
+
+def kinds(folder: Path) -> str:
+    from benchmarks import convergence_kinds  # which needs transformers
+
+    path = newest_file(folder, convergence_kinds.STEM)
+    assert path is not None, folder
+    return convergence_kinds.markdown(convergence_kinds.load(path))
+
+
 TABLES: dict[str, Callable[[Path], str]] = {
     make.__name__: make
     for make in (
@@ -174,6 +198,10 @@ TABLES: dict[str, Callable[[Path], str]] = {
         budgets,
         shared_steps,
         alone,
+        several_gpus,
+        long_contexts,
+        evidence,
+        kinds,
     )
 }
 

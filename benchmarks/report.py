@@ -156,7 +156,10 @@ def markdown(runs: dict[str, Run]) -> str:
     columns = {name: title for name, title in _COLUMNS.items() if name in measured}
     times = _losses(runs, columns, "time over the floor", lambda row: f"{row['times_floor']:.2f}", errors=True)
     memory = _losses(runs, columns, "peak MiB", lambda row: "" if row["mib"] is None else f"{row['mib']:.0f}")
-    where = [f"- {FAMILIES[f]}: {run.source}" for f, run in runs.items()]
+    families: dict[str, list[str]] = {}
+    for family, run in runs.items():
+        families.setdefault(run.source, []).append(FAMILIES[family])
+    where = [f"- {', '.join(names)}: {source}" for source, names in families.items()]
     return "\n".join([*times, "", *memory, "", *where, *_absent(runs)])
 
 
@@ -195,7 +198,8 @@ def _absent(runs: dict[str, Run]) -> list[str]:
     notes = []
     for (name, failure), where in tasks.items():
         some = "" if len(where) == everywhere[name] else f" ({'; '.join(', '.join(name_and_shape(t)) for t in where)})"
-        notes.append(f"- {name} {failure}{some}")
+        reason, _, _ = failure.partition(". ")  # more sentences say what to install
+        notes.append(f"- {name} {reason}{some}")
     return ["", "Not measured:", "", *notes] if notes else []
 
 
@@ -263,7 +267,9 @@ def steps_markdown(run: Run) -> str:
         for ours in (name for name in rows if name.startswith(OURS)):
             setting = ours.removeprefix(OURS).lstrip(", ")
             labels.append(f"… `{setting}`" if setting else spaced(task))
-            shown = [rows.get(ours if name == OURS else name) for name in names]
+            # The other contenders stand in the row above a setting of ours.
+            of_row = names if not setting else [OURS]
+            shown = [rows.get(ours if name == OURS else name) if name in of_row else None for name in names]
             ratios = ["" if name == ours else _over(measured.get(ours), measured.get(name)) for name in others]
             apart = _apart(measured.get(ours), measured.get(STOCK))
             speed.append([*(_step_cell(row, _tokens) for row in shown), *ratios, apart])

@@ -1,6 +1,6 @@
-"""The bytes that ranks exchange for a head and its loss, and a rank's memory, by formula: docs/scaling.md's tables.
+"""The bytes that ranks exchange for a head and its loss, and a rank's memory, by formula, beside what was measured.
 
-    python -m benchmarks.scaling
+    python -m benchmarks.scaling        prints the tables; docs/benchmarks.md has the measured steps of several GPUs
 
 `tests/ranks/test_scaling.py` counts the collectives of real steps, and compares them with these formulas.
 """
@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.harness import OURS, RESULTS
-from benchmarks.report import Run, by_age, load
+from benchmarks.report import Run, by_age, load, spaced
 from liger_chunked.engine.cutting import Budget, pieces
 
-PAGE = Path(__file__).parent.parent / "docs" / "scaling.md"
 FLOAT32, FLOAT64, INT64 = 4, 8, 8  # bytes
 
 # Of an H100 or H200, by their data sheets: bytes a second in one direction.
@@ -37,6 +36,9 @@ MODELS = {
 }
 TOKENS = 8192  # of a step, on each rank of a split vocabulary
 DTYPE = torch.bfloat16
+
+Row = dict[str, Any]
+Tasks = dict[str, dict[str, Row]]
 
 
 class Collective(NamedTuple):
@@ -303,40 +305,49 @@ def local() -> str:
     return _table(header, rows)
 
 
-def whole() -> str:
-    """Measured steps with communication. A later run of a task on the same kind of GPU replaces an earlier one."""
-    paths = [path for path in by_age(RESULTS, "distributed") if "-cpu-" not in path.name]
-    if not paths:
-        return "No run on several GPUs is kept yet."
+def whole(folder: Path = RESULTS) -> str:
+    """Measured steps with communication. A later run of a task on the same kind of GPU replaces an earlier one.
+
+    A task that this library alone ran is left out.
+    """
+    _, _, of_losses = _several_gpus(folder)
+    parts = [
+        _by_task("time over the floor", of_losses, lambda row: f"{row['times_floor']:.2f}"),
+        _by_task("peak MiB", of_losses, lambda row: f"{row['mib']:,.0f}"),
+    ]
+    return "\n\n".join([training(folder), *parts])
+
+
+def training(folder: Path = RESULTS) -> str:
+    """Measured training steps on several GPUs."""
+    runs, of_steps, _ = _several_gpus(folder)
+    parts = [
+        _by_task("tokens a second and GPU", of_steps, lambda row: f"{row['tokens_per_s']:,.0f}"),
+        _by_task("peak GiB", of_steps, lambda row: f"{(row['mib'] + row['resident_mib']) / 1024:.1f}"),
+    ]
+    kinds: dict[str, list[str]] = {}
+    for path, run in runs.items():
+        kinds.setdefault(f"{run.environment['ranks']} ranks, {run.title}", []).append(f"`{path.name}`")
+    return "\n\n".join([*parts, "; ".join(f"{', '.join(names)}: {where}" for where, names in kinds.items()) + "."])
+
+
+def _several_gpus(folder: Path) -> tuple[dict[Path, Run], Tasks, Tasks]:
+    """Return the runs, and the rows of training steps and of losses that other contenders ran too."""
+    paths = [path for path in by_age(folder, "distributed") if "-cpu-" not in path.name]
     runs = {path: load(path) for path in paths}
-    cells = {f"{task}, {_gpu(run)}": rows for run in runs.values() for task, rows in run.cells.items()}
-    parts = [f"`{path.name}`: {run.environment['ranks']} ranks, {run.title}." for path, run in runs.items()]
+    cells = {f"{spaced(task)}, {_gpu(run)}": rows for run in runs.values() for task, rows in run.cells.items()}
+    cells = {task: rows for task, rows in cells.items() if any(OURS not in name for name in rows)}
     # A step has no floor.
     of_losses = {task: rows for task, rows in cells.items() if any("times_floor" in row for row in rows.values())}
     of_steps = {task: rows for task, rows in cells.items() if task not in of_losses}
-    if of_losses:
-        parts += ["Time over the floor · MiB:", _by_task(of_losses, _loss_cell)]
-    if of_steps:
-        parts += ["Tokens a second and GPU · peak GiB:", _by_task(of_steps, _step_cell)]
-    return "\n\n".join(parts)
-
-
-Row = dict[str, Any]
+    return runs, of_steps, of_losses
 
 
 def _gpu(run: Run) -> str:
     return str(run.environment["device"]).removeprefix("NVIDIA ").split()[0]
 
 
-def _loss_cell(row: Row) -> str:
-    return f"{row['times_floor']:.2f} · {row['mib']:,.0f}"
-
-
-def _step_cell(row: Row) -> str:
-    return f"{row['tokens_per_s']:,.0f} · {(row['mib'] + row['resident_mib']) / 1024:.1f}"
-
-
-def _by_task(cells: dict[str, dict[str, Row]], of_row: Callable[[Row], str]) -> str:
+def _by_task(what: str, cells: dict[str, dict[str, Row]], of_row: Callable[[Row], str]) -> str:
     """Return a row for each task, and a column for each contender."""
     names = list(dict.fromkeys(name for rows in cells.values() for name in rows))
 
@@ -345,7 +356,7 @@ def _by_task(cells: dict[str, dict[str, Row]], of_row: Callable[[Row], str]) -> 
             return ""
         return of_row(row) if row["failure"] is None else row["failure"].partition(":")[0]
 
-    return _table(["", *names], ([task, *(cell(rows.get(name)) for name in names)] for task, rows in cells.items()))
+    return _table([what, *names], ([task, *(cell(rows.get(name)) for name in names)] for task, rows in cells.items()))
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -353,18 +364,9 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
-def filled(page: str) -> str:
-    """Return the page with each table written anew between its markers."""
-
-    def table(match: re.Match[str]) -> str:
-        return f"{match[1]}\n{TABLES[match[2]]()}\n{match[3]}"
-
-    return re.sub(r"(<!-- (\w+): begin -->)\n.*?(<!-- \2: end -->)", table, page, flags=re.DOTALL)
-
-
 def main() -> None:
-    PAGE.write_text(filled(PAGE.read_text()))
-    print(f"wrote {PAGE}")
+    for name, table in TABLES.items():
+        print(f"{name}: {table.__doc__}\n\n{table()}\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Private functions of torch and Triton that the package calls, each with what takes its place where it is missing.
 
-Attributes of foreign objects, such as a module's hooks, are read where they are needed. `docs/reliability.md` lists
+Attributes of foreign objects, such as a module's hooks, are read where they are needed. `tests/private_names.md` lists
 both kinds, and `tests/frameworks/test_private_names.py` runs the package without each of them.
 """
 

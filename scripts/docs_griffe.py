@@ -12,20 +12,23 @@ import griffe
 sys.path.insert(0, str(Path(__file__).parent))  # griffe imports this file by its path
 from docs_markdown import docstring_markdown
 
-# Their pages have examples already, and of some losses the tables too.
-_EXAMPLES_ABOVE = ("liger_chunked.losses.", "liger_chunked.engine.")
+# Pages of some losses have their tables already.
 _TABLES_ABOVE = tuple(f"liger_chunked.losses.{name}." for name in ("dpo", "cpo", "kto", "grpo"))
 
 
 class ReferencePages(griffe.Extension):
     def on_package(self, *, pkg: griffe.Module, **others: Any) -> None:
         for documented in objects(pkg):
+            if documented.is_function:
+                # Docstrings tell shapes, dtypes and units: `Tensor | None` in each line says less.
+                for parameter in documented.parameters:
+                    parameter.annotation = None
             if documented.docstring is not None:
                 path = documented.path
                 documented.docstring.value = docstring_markdown(
                     documented.docstring.value,
-                    examples=not path.startswith(_EXAMPLES_ABOVE),
                     tables=not path.startswith(_TABLES_ABOVE),
+                    of_all_calls=not (path.startswith("liger_chunked.losses.") and path.endswith(".forward")),
                 )
 
 

@@ -1,4 +1,4 @@
-"""What the site makes of Markdown: figures for both themes, links to papers, examples of docstrings as code."""
+"""What the site makes of Markdown: figures for both themes, links to papers, docstrings without examples."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ ARXIV = re.compile(r"(?:(?<!\]\()(?<!<)https://arxiv\.org/abs/|\barXiv:? ?|(?<![
 # What every constructor says of the options of all losses; the reference says it once.
 OPTIONS = re.compile(r"\*\*options: fields of `LogitOptions`:.*?(?=\n\n|\n\s*\w+(?:, \w+)*: |\Z)", re.DOTALL)
 ALL_LOSSES = "**options: fields of `LogitOptions`, see [all losses](losses.md#what-all-losses-share)."
+# What every call says of its arguments for several ranks and packed sequences; the page of all losses says it once.
+OF_ALL_CALLS = re.compile(r"^( +)(?:vocab_shard|cu_seqlens|sequence_group): .*\n(?:\1 +.*\n)*", re.MULTILINE)
 TABLE = re.compile(r"^( *)\|.*\|$\n?(?:^ *\|.*\|$\n?)*", re.MULTILINE)
 LINK = r"[\1](https://arxiv.org/abs/\1)"
 PAGE = re.compile(r"`?docs/((?:[\w-]+/)*([\w-]+)\.md(?:#[\w-]+)?)`?")
@@ -28,23 +30,19 @@ def page_markdown(text: str) -> str:
     return "".join(parts)
 
 
-def docstring_markdown(docstring: str, *, examples: bool = True, tables: bool = True) -> str:
-    """Return a docstring whose examples are blocks of code, and whose papers and pages are links.
+def docstring_markdown(docstring: str, *, tables: bool = True, of_all_calls: bool = True) -> str:
+    """Return a docstring without its examples, which guides have, and whose papers and pages are links.
 
-    Without `examples` or `tables`, those are left out, because the page has them above.
+    Without `tables`, the result has none, because the page has them above. Without `of_all_calls`, it has no argument
+    that every call of a loss has.
 
     The links to pages are for reference pages, which are in a folder of `docs/`; mkdocs checks them.
     """
     docstring = OPTIONS.sub(ALL_LOSSES, docstring)
+    if not of_all_calls:
+        docstring = OF_ALL_CALLS.sub("", docstring)
     if not tables:
         docstring = TABLE.sub(r"\1(see the table above)\n", docstring)
-    paragraphs = []
-    for paragraph in docstring.split("\n\n"):
-        if paragraph.lstrip().startswith(">>>") and not examples:
-            continue
-        if paragraph.lstrip().startswith(">>>"):
-            indent = " " * (len(paragraph) - len(paragraph.lstrip(" ")))
-            paragraphs.append(f"{indent}```pycon\n{paragraph.rstrip()}\n{indent}```")
-        else:
-            paragraphs.append(PAGE.sub(r"[\2](../\1)", ARXIV.sub(LINK.replace("[", "[arXiv ", 1), paragraph)))
-    return "\n\n".join(paragraphs)
+    paragraphs = (part for part in docstring.split("\n\n") if not part.lstrip().startswith(">>>"))
+    link = LINK.replace("[", "[arXiv ", 1)
+    return "\n\n".join(PAGE.sub(r"[\2](../\1)", ARXIV.sub(link, part)) for part in paragraphs)

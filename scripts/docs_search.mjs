@@ -8,8 +8,8 @@ import fs from "node:fs"
 
 const EXPECTED = {
   "logits_budget": "memory/",
-  "qlora": "guides/lora/",
-  "lora": "guides/lora/",
+  "qlora": "guides/sft/",
+  "lora": "guides/sft/",
   "install": "getting-started/",
   "sft": "guides/sft/",
   "dpo": "guides/preferences/",
@@ -18,7 +18,7 @@ const EXPECTED = {
   "memory": "memory/",
   "fsdp": "distributed/",
   "trl": "trainers/",
-  "kept ids": "kept-ids/",
+  "kept ids": "guides/grpo/",
   "contributing": "contributing/",
   "custom loss": "writing-a-loss/",
   "write a loss": "writing-a-loss/",

@@ -3,7 +3,7 @@
     python scripts/versions.py                       all rows, before a release: hours, and 40 GB of disk
     python scripts/versions.py newest --keep DIR     one row, in environments that stay in DIR
     python scripts/versions.py --here torch-2.11     one row, with the packages of this Python
-    python scripts/versions.py --table               the table of docs/reliability.md, from benchmarks/results/versions/
+    python scripts/versions.py --table               docs/contributing.md's table, from benchmarks/results/versions/
 
 Needs uv, which shares packages among environments and brings Pythons along. A row's result is a file in
 benchmarks/results/versions, with its command, commit, and what failed. `--parts` runs some parts of the suite; the

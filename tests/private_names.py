@@ -1,6 +1,6 @@
 """The private names of torch, Triton, transformers, TRL, accelerate and PEFT that the package touches.
 
-The table of docs/reliability.md lists them. `found` reads the package's source for names that should be listed, and
+The table of tests/private_names.md lists them. `found` reads the package's source for names that should be listed, and
 `Hidden` imports the package without some of them.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 PACKAGE = Path(__file__).parents[1] / "liger_chunked"
-PAGE = Path(__file__).parents[1] / "docs" / "reliability.md"
+PAGE = Path(__file__).parent / "private_names.md"
 FOREIGN = {"torch", "triton", "transformers", "trl", "accelerate", "peft"}
 # What Triton documents. All else of it is private.
 OF_TRITON = ("triton.__version__", "triton.jit", "triton.language", "triton.next_power_of_2", "triton.cdiv")
@@ -28,7 +28,7 @@ OF_PYTHON = {"_asdict", "_replace", "_make", "_fields", "_getframe"}
 # The table says, for names that belong together, what has them, what the package does with them, and what happens if
 # one is missing.
 ROW = re.compile(r"^\| (`_?\w+`(?:, `_?\w+`)*) \|(?: [^|]+ \|){3}$", re.MULTILINE)
-PRIVATE = [re.findall(r"\w+", row) for row in ROW.findall(PAGE.read_text().partition("## Private interfaces")[2])]
+PRIVATE = [re.findall(r"\w+", row) for row in ROW.findall(PAGE.read_text())]
 # For each function of `private_scenarios.py`, the last names of the rows that it runs.
 SCENARIOS = {
     "losses": "_functorch _top_saved_tensors_default_hooks _is_view",

@@ -95,4 +95,4 @@ def test_the_kept_run_of_six_kinds_is_within_its_bounds() -> None:
         assert kept.difference(kind, FUSED) <= 2 * kept.difference(kind, NUDGED), kind
         distance = kept.distance(kind, FUSED)
         assert distance <= convergence_kinds.LARGEST_RATIO * kept.distance(kind, STOCK), kind
-    assert convergence_kinds.markdown(kept) in (RESULTS.parent.parent / "docs" / "evidence.md").read_text()
+    assert convergence_kinds.markdown(kept) in (RESULTS.parent.parent / "docs" / "benchmarks.md").read_text()

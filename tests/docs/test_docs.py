@@ -49,7 +49,6 @@ PASTED = {
     ROOT / "README.md": False,
     ROOT / "docs" / "index.md": False,
     ROOT / "docs" / "getting-started.md": True,
-    ROOT / "docs" / "kept-ids.md": True,
     ROOT / "docs" / "writing-a-loss.md": True,
     **dict.fromkeys(sorted((ROOT / "docs" / "guides").glob("*.md")), True),
 }
@@ -185,14 +184,14 @@ def test_pasted_blocks_run(name, fresh_process, tmp_path):
 OF_GUIDE = {
     "preferences.md": "ref_model(**batch, head_fn=ref_fn)",
     "grpo.md": "model(input_ids=input_ids, labels=labels, head_fn=logps_fn)",
-    "lora.md": "model(input_ids=input_ids, labels=labels, head_fn=logps)",
+    "sft.md": "model(input_ids=input_ids, labels=labels, head_fn=logps)",
     "distillation.md": "student(input_ids=input_ids, labels=labels, head_fn=per_token)",
 }
 
 
 @pytest.mark.parametrize("name", OF_GUIDE)
 def test_guides_compute_with_the_scale_of_the_models_logits(name):
-    if name == "lora.md":
+    if name == "sft.md":
         pytest.importorskip("peft")
     (code,) = scripts(ROOT / "docs" / "guides" / name, needs_above=True).values()
     code = code.replace("LlamaConfig(", "GraniteConfig(logits_scaling=0.125, ").replace("Llama", "Granite")

@@ -43,6 +43,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
         assert split == "train"
         return Dataset.from_list([ROWS[name]] * 8)
 
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")  # GKD is experimental
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     monkeypatch.chdir(tmp_path)
     yield tmp_path

@@ -3,7 +3,7 @@
 import json
 import re
 
-from benchmarks import convergence_kinds, figures, long_tables, report
+from benchmarks import convergence_kinds, figures, report
 from benchmarks.harness import RESULTS
 
 ROOT = RESULTS.parent.parent
@@ -58,8 +58,3 @@ def test_every_result_is_used() -> None:
     """A file that no page names and no figure shows is not evidence of anything."""
     unused = {path.name for path in RESULTS.glob("*.json")} - names_of_results().keys() - drawn()
     assert not unused
-
-
-def test_the_tables_of_long_contexts_are_those_of_the_files() -> None:
-    page = long_tables.PAGE.read_text()
-    assert page.partition(long_tables.BEGIN)[2].partition(long_tables.END)[0].strip() == long_tables.tables().strip()

@@ -52,8 +52,8 @@ def test_every_private_name_is_listed(found: dict[str, list[str]]) -> None:
     tried = {name for names in SCENARIOS.values() for name in names.split()}
     assert tried == {row[-1] for row in PRIVATE}, "SCENARIOS of tests/private_names.py names each row by its last name"
     unlisted = {name: places for name, places in found.items() if name not in listed}
-    assert not unlisted, "list these in docs/reliability.md, each with what happens without it"
-    assert found.keys() >= listed.keys(), "these are no longer used: take them out of docs/reliability.md"
+    assert not unlisted, "list these in tests/private_names.md, each with what happens without it"
+    assert found.keys() >= listed.keys(), "these are no longer used: take them out of tests/private_names.md"
 
 
 def cases() -> list[object]:

@@ -1,6 +1,6 @@
-"""`docs/supported-models.md` against fresh rows, for the transformers that it names.
+"""The supported models of `docs/models.md` against fresh rows, for the transformers that the page names.
 
-`PYTHONPATH=tests python tests/models/test_supported_models.py` writes the page.
+`PYTHONPATH=tests python tests/models/test_supported_models.py` writes this part of the page.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import re
 import warnings
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,9 +31,9 @@ from liger_chunked.integrations.transformers.found import found_in
 from liger_chunked.integrations.transformers.overrides import LAYER_SWITCHES
 
 ROOT = Path(__file__).parents[2]
-PATH = ROOT / "docs" / "supported-models.md"
-PAGE = PATH.read_text()
-ROWS = {m[1]: m[0] for m in re.finditer(r"^\| `(\w+)` \|.*", PAGE, re.MULTILINE)}
+PATH = ROOT / "docs" / "models.md"
+BEGIN, END = "<!-- supported: begin -->", "<!-- supported: end -->"
+PAGE = PATH.read_text().partition(BEGIN)[2].partition(END)[0]
 VERSION = re.search(r"classes of transformers ([\d.]+):", PAGE)[1]
 
 pytestmark = pytest.mark.ordinary_memory
@@ -50,6 +51,18 @@ class Row(NamedTuple):
     def __str__(self) -> str:
         head = ": ".join(filter(None, (self.head, self.reason))).replace("|", "\\|")
         return f"| `{self.name}` | {', '.join(self.layers)} | {head} |"
+
+
+def rows_of_the_page() -> dict[str, str]:
+    """Return the row of each class: of its own, or of the table whose rows have several fused classes."""
+    rows = {m[1]: m[0] for m in re.finditer(r"^\| `(\w+)` \|.*", PAGE, re.MULTILINE)}
+    for layers, names in re.findall(r"^\| ([\w, ]*) \| (`.*`) \|$", PAGE, re.MULTILINE):
+        for name in re.findall(r"\w+", names):
+            rows[name] = str(Row(name, "fused", tuple(filter(None, layers.split(", "))), ""))
+    return {name: rows[name] for name in sorted(rows)}
+
+
+ROWS = rows_of_the_page()
 
 
 def row_of(name: str) -> Row:
@@ -110,20 +123,24 @@ def page(rows: Sequence[Row]) -> str:
     summary = (
         f"{len(rows)} classes of transformers {transformers.__version__}: {fused} fused heads, {failed} not built."
     )
-    return "\n".join([INTRODUCTION, summary, "", "| class | layers | head |", "|---|---|---|", *map(str, rows), ""])
+    by_layers: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for row in rows:
+        if row.head == "fused":
+            by_layers[row.layers].append(f"`{row.name}`")
+    largest = sorted(by_layers.items(), key=lambda item: -len(item[1]))
+    lines = [f"| {', '.join(layers)} | {', '.join(names)} |" for layers, names in largest]
+    tables = ["| layers | classes with a fused head |", "|---|---|", *lines, ""]
+    tables += ["| class | layers | head |", "|---|---|---|", *(str(row) for row in rows if row.head != "fused")]
+    return "\n".join([INTRODUCTION, summary, "", *tables])
 
 
-INTRODUCTION = """# Supported models
+INTRODUCTION = """## Supported models
 
-What `apply_liger_kernel` does with the causal and image-text-to-text classes of transformers. Each row is one training
-step of a small copy with random weights: the class's default config, made small, and a call with labels, whose head
-[defers its logits](deferred-logits.md).
-
-- **layers**: switches of `apply_liger_kernel` that match at least one layer. Its report for a model names the classes,
-  and those that it left alone.
-- **head**: *fused*, if the step computed its loss without logits. Otherwise *logits*, with the code that needed them.
-  Such a model trains with real logits: the same loss and gradients, and the memory of stock.
-- *not built*, *not run*: transformers cannot build the small copy from the default config here, or cannot run it.
+What `apply_liger_kernel` does with the causal and image-text-to-text classes of transformers, found by one training
+step of a small copy of each class with random weights. The layers are the switches that match at least one layer of
+the class. A head is *fused* if the step computed its loss without logits. Otherwise it is listed with the code that
+needed *logits*: such a model trains with real logits, the same loss and gradients, and the memory of stock. *Not
+built*, *not run*: transformers cannot build the small copy here, or cannot run it.
 """
 
 
@@ -142,13 +159,15 @@ def test_row_of_the_page(name):
 
 @of_the_page
 def test_page_is_complete():
-    assert list(ROWS) == CAUSAL + IMAGE_TEXT
+    assert list(ROWS) == sorted(CAUSAL + IMAGE_TEXT)
     heads = [re.split(r" \| |:| \|", row.split(" | ", 2)[2])[0] for row in ROWS.values()]
     counts = f"{len(ROWS)} classes of transformers {VERSION}: {heads.count('fused')} fused heads"
     assert f"{counts}, {heads.count('not built')} not built." in PAGE
     assert f"[{heads.count('fused')} of the {len(ROWS)} causal" in (ROOT / "README.md").read_text()
-    assert PAGE.startswith(INTRODUCTION), "the introduction is another"
+    assert PAGE.strip().startswith(INTRODUCTION), "the introduction is another"
 
 
 if __name__ == "__main__":
-    PATH.write_text(page([row_of(name) for name in CAUSAL + IMAGE_TEXT]))
+    head, _, rest = PATH.read_text().partition(BEGIN)
+    text = page([row_of(name) for name in CAUSAL + IMAGE_TEXT])
+    PATH.write_text(f"{head}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")

@@ -1,4 +1,4 @@
-"""docs/reliability.md names tests that exist, and a few random cases of the soak test pass."""
+"""tests/hard_cases.md names tests that exist, and a few random cases of the soak test pass."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import soak
 import torch
 
 TESTS = Path(__file__).parents[1]
-PAGE = (TESTS.parent / "docs" / "reliability.md").read_text()
+PAGE = (TESTS / "hard_cases.md").read_text()
 NAMED = re.compile(r"`(test_\w+\.py)::(test_\w+)`")
 CASES = 32  # the rows of interruptions have no number
 
