@@ -171,7 +171,7 @@ def split(rank: int, folder: str, port: str, cases: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ParallelismConfig, "_validate_accelerator", lambda self, accelerator: None)
         for kind, loss in SHARDED[cases]:
-            names = ["model", *({"ref_model", "teacher_model"} & KINDS[kind].arguments().keys())]
+            names = ["model", *({"ref_model", "teacher_model"} & {*KINDS[kind].needs})]
             logs = []
             for ours in (False, True):
                 models = {

@@ -17,7 +17,7 @@ import tiny
 from fused import asked_logits
 from torch import nn
 from trl.trainer import utils
-from trl_kinds import KINDS, PATCHED, PLAIN, assert_same, build, log_of, run
+from trl_kinds import KINDS, PATCHED, PLAIN, assert_same, beside, build, log_of, run
 
 from liger_chunked.integrations import trl as integration
 from liger_chunked.integrations.trl import patch, patch_trl
@@ -169,8 +169,7 @@ def test_modules_that_import_the_head(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("name", ["DPO", "ORPO", "GKD"])
 def test_a_model_is_left_as_it_was_found(tmp_path: Path, name: str) -> None:
     """After training, after an error in it, after a trainer that never trained; and it is served again afterwards."""
-    kind = KINDS[name]
-    models = {"model": tiny.model(), **kind.arguments()}
+    models = {"model": tiny.model(), **beside(name)}
     before = {key: state_of(model) for key, model in models.items()}
 
     def left() -> bool:
@@ -236,7 +235,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 def test_settings_that_cannot_be_served(tmp_path: Path, case: str) -> None:
     """They are refused when the trainer is made, and its models stay as they were."""
     name, config, message = REFUSED[case]
-    models = {"model": tiny.model(), **KINDS[name].arguments()}
+    models = {"model": tiny.model(), **beside(name)}
     before = [state_of(model) for model in models.values() if isinstance(model, nn.Module)]
     with pytest.raises(ValueError, match=message):
         build(tmp_path, name, PATCHED, config, **models)

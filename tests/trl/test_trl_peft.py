@@ -102,7 +102,7 @@ def test_a_frozen_head_has_no_gradient(tmp_path, kind, trained):
     """No tensor of the size of its gradient is allocated, unlike for a trained head."""
     own = lora(kind, modules_to_save=["lm_head"] if trained else None)
     models = {"model": tiny.model(vocab_size=VOCABULARY)}
-    if "teacher_model" in KINDS[kind].arguments():
+    if "teacher_model" in KINDS[kind].needs:
         models["teacher_model"] = tiny.model(seed=1, vocab_size=VOCABULARY)
     config = {"max_steps": 1, "gradient_accumulation_steps": 1, "optim": "sgd"}
     trainer = build(tmp_path, kind, ours=True, config=config, logits_budget=16 * 1024, **own, **models)

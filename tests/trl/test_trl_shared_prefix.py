@@ -163,7 +163,7 @@ def test_families(compare, kind, family):
 def test_no_tensor_of_the_size_of_the_logits(tmp_path, monkeypatch, kind):
     vocabulary, budget = 6000, 256 * 1024
     config = {"max_steps": 1, "optim": "sgd", "gradient_accumulation_steps": 1, "per_device_train_batch_size": 4}
-    config |= {name: 24 for name in ("max_completion_length", "max_new_tokens") if name in KINDS[kind].config}
+    config |= {KINDS[kind].length: 24} if KINDS[kind].data == "prompts" else {}
     models = {"model": tiny.model(vocab_size=vocabulary)}
     models |= {"ref_model": tiny.model(seed=1, vocab_size=vocabulary)} if kind == "DPO" else {}
     options = {"logits_budget": budget, "share_prefix": "auto"}

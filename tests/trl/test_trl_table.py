@@ -29,13 +29,13 @@ from trl_kinds import (
     build,
     log_of,
     lora,
-    measured,
     of_family,
     rare,
     recorder,
     run,
 )
 
+from benchmarks.trl_kinds import measured
 from liger_chunked import (
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDPOLoss,
@@ -128,7 +128,7 @@ def images(kind: str) -> dict[str, Any]:
     models = {
         name: tiny.vision_model(seed)
         for seed, name in enumerate(("model", "ref_model", "teacher_model"))
-        if name == "model" or name in KINDS[kind].arguments()
+        if name == "model" or name in KINDS[kind].needs
     }
     # Images need all of their tokens.
     whole = {"max_length": None} if kind in ("SFT", "DPO", "KTO") else {}

@@ -86,7 +86,7 @@ def test_parameters_that_come_and_go(tmp_path, kind, family, loss):
     """The steps are the same. Embeddings tied to the head (`softcap`) are released in between."""
 
     def logs(zero3: bool) -> Log:
-        names = ["model", *({"ref_model", "teacher_model"} & KINDS[kind].arguments().keys())]
+        names = ["model", *({"ref_model", "teacher_model"} & {*KINDS[kind].needs})]
         models = {name: tiny.model(family, seed=seed) for seed, name in enumerate(names)}
         own: dict[str, Any] = {"callbacks": [Zero3(*models.values())]} if zero3 else {}
         if loss is None:  # a loss has its own budget
@@ -105,7 +105,7 @@ def test_an_adapter_on_the_head_that_comes_and_goes(tmp_path, kind):
     def logs(zero3: bool) -> Log:
         torch.manual_seed(0)
         config = LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
-        own = {"ref_model": None} if "ref_model" in KINDS[kind].arguments() else {}
+        own = {"ref_model": None} if "ref_model" in KINDS[kind].needs else {}
         model = get_peft_model(tiny.model(), config)
         trainer = build(tmp_path, kind, ours=True, config=PLAIN, model=model, logits_budget=BUDGET, **own)
         if zero3:
