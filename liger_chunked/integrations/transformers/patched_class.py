@@ -84,8 +84,9 @@ def add_rope(module: str, name: str) -> str:
     @functools.wraps(stock)
     def rotated(*args: Any, **kwargs: Any) -> Any:
         current = getattr(owner, name)
-        stays = current is not stock or ours is None or torch.compiler.is_compiling() or transforms_are_active()
-        if stays or not layers.kernels_serve(args[0] if args else next(iter(kwargs.values()))):
+        if current is not stock or ours is None or torch.compiler.is_compiling() or transforms_are_active():
+            return current(*args, **kwargs)
+        if not layers.kernels_serve(args[0] if args else next(iter(kwargs.values()))):
             return current(*args, **kwargs)
         return ours(*args, **kwargs)
 
