@@ -21,10 +21,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from base_ops import dynamo_warns
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from model_zoo import _TEXT, BY_ID, Tiny
-from test_trie import forests, padded
+from test_trie import padded
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -37,10 +35,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from liger_chunked import LigerFusedLinearDPOLoss
 from liger_chunked.integrations.transformers import attach_head
 from liger_chunked.integrations.transformers.head_input import HeadInput
-from liger_chunked.shared_prefix import SharedBatch, share, share_batch, shared_prefix_hidden_states, why_not_shared
 from liger_chunked.shared_prefix import attention as trie_attention
+from liger_chunked.shared_prefix import share, share_batch, shared_prefix_hidden_states, why_not_shared
 from liger_chunked.shared_prefix.attention import BLOCK, dense_mask, trie_mask
-from liger_chunked.shared_prefix.inputs import model_inputs
 from liger_chunked.shared_prefix.trie import pack_trie
 from liger_chunked.types import Head
 
@@ -187,30 +184,6 @@ def completions(side: str) -> tuple[Tensor, Tensor, Tensor]:
     lengths = torch.tensor([8, 2, 8, 2])
     labels = ids.masked_fill((mask == 0) | (positions(mask) < lengths[:, None]), -100)
     return ids, mask, labels
-
-
-SMALL = build("mistral", "sdpa")
-
-
-@pytest.mark.slow
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(forests(), st.sampled_from(["left", "right"]), st.booleans())
-def test_any_forest(sequences: list[list[int]], side: str, dense: bool) -> None:
-    """Random tries, in a model with a window of six tokens, on rows that are cut."""
-    ids, mask = padded(sequences, side)
-    trie = pack_trie(ids, mask, **({"multiple": 4, "row_tokens": 10} if dense else {}))
-    inputs = model_inputs(SMALL, trie, "sdpa", dense)
-    if not dense:
-        trie_attention.serve("sdpa")
-    got = SharedBatch(trie, inputs).hidden_states(SMALL.model(**inputs).last_hidden_state)
-    expected = padded_hidden_states(SMALL, ids, mask)
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-9)
-    upstream = torch.randn_like(got)
-    torch.testing.assert_close(
-        *(torch.autograd.grad((x * upstream).sum(), list(SMALL.model.parameters())) for x in (got, expected)),
-        rtol=0,
-        atol=1e-8,  # these gradients sum random numbers over all tokens
-    )
 
 
 # Wrappers.

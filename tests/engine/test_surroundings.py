@@ -4,9 +4,7 @@ why.
 
 from __future__ import annotations
 
-import copy
 import gc
-import pickle
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -466,7 +464,6 @@ def test_batched_backward(row: Row) -> None:
 # Copies
 
 
-COPIES = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dumps(x))}
 # A loss of each kind, and its batches.
 LOSSES: dict[str, tuple[Any, Callable[[Sizes, int], Batch]]] = {
     "ce": (lc.LigerFusedLinearCrossEntropyLoss(ce_weight=torch.linspace(0.2, 2, SMALL.vocab)), tokens),
@@ -480,14 +477,6 @@ every_loss = pytest.mark.parametrize(("loss", "sample"), LOSSES.values(), ids=LO
 def value_of(loss: Any, batch: Batch) -> Tensor:
     returned = loss(**batch)
     return returned[0] if isinstance(returned, tuple) else returned
-
-
-@pytest.mark.few(2)
-@every_loss
-@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
-def test_copies(loss: Any, sample: Callable[[Sizes, int], Batch], copied: Callable[[Any], Any]) -> None:
-    batch = sample(SMALL, 0)
-    assert_equal(evaluate(partial(value_of, copied(loss)), batch), evaluate(partial(value_of, loss), batch))
 
 
 # Threads

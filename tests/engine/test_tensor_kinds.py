@@ -79,10 +79,6 @@ def count(target: Tensor) -> Tensor:
     return (target != -100).sum()
 
 
-def ragged(target: Tensor) -> Tensor:
-    return target.clone()
-
-
 def top_k() -> Batch:
     return with_sides(students(SMALL, 0, top_k=3), mask=lambda target: target != 5)
 
@@ -102,8 +98,7 @@ LOSSES = [
         lambda: with_sides(tokens(SMALL, 0), token_weights=per_token, num_items=count),
     ),
     Call("dpo", lc.LigerFusedLinearDPOLoss(), lambda: pairs(SMALL, 0)),
-    Call("dpo-logps", lc.LigerFusedLinearDPOLoss(), lambda: pairs(SMALL, 0, ref="tokens")),
-    Call("orpo", lc.LigerFusedLinearORPOLoss(), lambda: with_sides(pairs(SMALL, 0, ref=None), nll_target=ragged)),
+    Call("orpo", lc.LigerFusedLinearORPOLoss(), lambda: with_sides(pairs(SMALL, 0, ref=None), nll_target=torch.clone)),
     Call(
         "kto",
         lc.LigerFusedLinearKTOLoss(),
@@ -114,7 +109,6 @@ LOSSES = [
         lc.LigerFusedLinearKTOLoss(),
         lambda: examples(SMALL, 0, ref="sequences") | {"kl": normal()},
     ),
-    Call("bco", lc.LigerFusedLinearBCOLoss(), lambda: examples(SMALL, 0) | {"delta": normal()}),
     Call(
         "grpo",
         lc.LigerFusedLinearGRPOLoss(beta=0.1),
@@ -130,7 +124,6 @@ LOSSES = [
     Call("on-policy-distillation", lc.LigerFusedLinearOnPolicyDistillationLoss(), lambda: students(SMALL, 0)),
     Call("uld", lc.LigerFusedLinearULDLoss(), two_vocabularies),
     Call("draft", lc.LigerFusedLinearDraftLoss(), lambda: drafts(SMALL, 0, steps=2)),
-    Call("kl", lc.LigerFusedLinearKLDivLoss(), lambda: students(SMALL, 0)),
     Call("kl-top_k", lc.LigerFusedLinearKLDivLoss(), top_k),
 ]
 

@@ -130,15 +130,6 @@ class Margin(lc.LigerFusedLinearPreferenceBase):
         return torch.relu(1 - self.beta * (pairs.logps[:, 0] - pairs.logps[:, 1]))
 
 
-class Shifted(Margin):
-    def __init__(self, shift=0.5, beta=0.2, **kwargs):
-        super().__init__(beta=beta, **kwargs)
-        self.shift = shift
-
-    def preference_loss(self, pairs):
-        return super().preference_loss(pairs) + self.shift
-
-
 class Three(Margin):
     """Its constructor has three positional parameters, as many as a call has tensors, but takes no tensor."""
 
@@ -146,8 +137,7 @@ class Three(Margin):
         super().__init__(beta=beta, alpha=alpha, average_log_prob=average_log_prob)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("cls", [Margin, Shifted, Three], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", [Margin, Three], ids=lambda cls: cls.__name__)
 def test_a_users_class_called_with_tensors(cls):
     batch = pairs(SMALL, seed=0, ref=None)
     batch["weight"].requires_grad_()
@@ -190,8 +180,6 @@ def test_names(loss, place, name, answer):
     with pytest.raises(TypeError) as error:
         cls(**{name: 1}) if place == "init" else cls()(**{name: torch.ones(1)})
     assert str(error.value).startswith(expected)
-    if not answer:
-        assert str(error.value) == expected
     # A class that is called with tensors raises it too, but names no place: all arguments go to one call.
     with pytest.raises(TypeError, match=f"^{cls.__name__} has no argument '{name}'"):
         cls(torch.ones(V, H), torch.ones(B, T, H), **{name: 1})
@@ -205,14 +193,7 @@ def test_names(loss, place, name, answer):
         (lambda: of_class("DPO")()(beta=0.1), r"DPOLoss takes 'beta' in its constructor: \w+\(beta=...\)"),
         (lambda: of_class("DPO")(0.1), r"takes its settings by name, beta=..., .* got float"),
         (lambda: of_class("DPO")(torch.ones(V, H)), "DPOLoss: missing a required argument: 'input', of .weight, input"),
-        (lambda: of_class("KTO")()(*[torch.ones(1)] * 3), "KTOLoss: missing a required argument: 'preference_labels'"),
         (lambda: of_class("CPO")()(*[torch.ones(1)] * 9), "CPOLoss: too many positional arguments"),
-        (
-            lambda: of_class("DPO")(torch.ones(V, H), 1, IDS, input=1),
-            "DPOLoss: multiple values for argument 'input'",
-        ),
-        (lambda: of_class("SimPO")(use_ref_model=True), "SimPOLoss .*: leave it out"),
-        (lambda: lc.linear_token_stats(torch.ones(V, H), labels=1), "linear_token_stats .*'labels': it is .*'target'"),
         (lambda: lc.linear_token_stats(sofcap=1), r"^linear_token_stats has no argument 'sofcap': did you .*'softcap'"),
     ],
 )
@@ -288,10 +269,9 @@ class WithoutSuper(Margin):
         self.gamma = 1.0
 
 
-@pytest.mark.parametrize("cls", [WithoutSuper])
-def test_a_constructor_that_leaves_out_its_base(cls):
-    with pytest.raises(RuntimeError, match=rf"^{cls.__name__}.__init__ does not call super\(\).__init__\(\)"):
-        cls()
+def test_a_constructor_that_leaves_out_its_base():
+    with pytest.raises(RuntimeError, match=r"^WithoutSuper.__init__ does not call super\(\).__init__\(\)"):
+        WithoutSuper()
 
 
 NAMED = r"X.token_outputs must be a tuple of names, such as "

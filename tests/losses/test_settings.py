@@ -71,51 +71,36 @@ def assert_equal(changed: Any, fresh: Any, batch: Batch) -> None:
 def test_a_setting_of_a_finished_loss_cannot_be_set():
     """It would have half its effect: `surrogate` without its bounds, `loss_types` without their checks."""
     made = [loss(**kind) for loss, kind, _ in OF_EVERY_KIND]
-    others = [LigerCrossEntropyLoss()]
-    for loss in (*made, *others, copy.copy(made[0]), copy.deepcopy(made[0]), pickle.loads(pickle.dumps(made[0]))):
-        before = repr(loss)
+    for loss in (*made, LigerCrossEntropyLoss(), copy.deepcopy(made[0]), pickle.loads(pickle.dumps(made[0]))):
         buffers = {name for name, _ in loss.named_buffers()} | {"weight", "ce_weight"}  # of classes, read by each call
-        for name in {*parameters_of(type(loss)), "options", "temperature"} - buffers:
-            if name == "temperature" and name not in repr(loss) and loss in others:
-                continue
+        for name in {*parameters_of(type(loss)), "options"} - buffers:
             message = f"^{type(loss).__name__}.{name} cannot be set: build a new {type(loss).__name__}"
             with pytest.raises(AttributeError, match=message):
                 setattr(loss, name, 0.5)
-        assert repr(loss) == before
-    for loss, name in ((LigerFusedLinearDPOLoss(), "loss_types"), (LigerFusedLinearCPOLoss(), "settings")):
-        with pytest.raises(AttributeError, match=f"{name} cannot be set"):
-            setattr(loss, name, getattr(loss, name))
     with pytest.raises(AttributeError, match="cannot assign to field 'epsilon_low'"):
         LigerFusedLinearGRPOLoss().surrogate.epsilon_low = 0.1  # type: ignore[attr-defined]
 
 
 def test_what_else_is_set_of_a_finished_loss():
     class Scheduled(LigerFusedLinearDPOLoss):
-        def __init__(self, margin: float = 0.0, **settings: Any) -> None:
+        def __init__(self, margin: float = 0.0) -> None:
             self.beta = 0.3  # the base sets it again
-            super().__init__(**settings)
-            self.margin, self.steps = margin, 0
+            super().__init__()
+            self.margin = margin
             self.beta = torch.nn.Parameter(torch.tensor(0.7))  # type: ignore[assignment]
-            self.register_buffer("total", torch.zeros(()))
 
         def preference_loss(self, pairs: Any) -> torch.Tensor:
-            self.steps += 1
+            self.last = pairs.logps
             return super().preference_loss(pairs) + self.margin
 
     loss, batch = Scheduled(), pairs(SMALL, seed=0, ref="tokens")
     before = loss(**batch)[0]
     loss.margin = 1.0
-    assert (loss(**batch)[0] - before).item() == pytest.approx(1.0) and loss.steps >= 2
+    assert (loss(**batch)[0] - before).item() == pytest.approx(1.0)
     loss.beta = torch.nn.Parameter(torch.tensor(0.1))  # a registered parameter, as sharding sets
-    loss.total = torch.ones(())
-    assert not loss.eval().training and not loss.double().training
     seen: list[Any] = []
-    loss.register_forward_hook(lambda *_: seen.append(1))
-    loss.tag = "mine"
-    again = pickle.loads(pickle.dumps(LigerFusedLinearDPOLoss()))
-    assert loss(**batch)[0] != before and seen == [1] and again.train().training
-    loss.preference_loss = lambda pairs: pairs.logps[:, 0]  # type: ignore[method-assign]
-    assert torch.isfinite(loss(**batch)[0])
+    loss.eval().register_forward_hook(lambda *_: seen.append(1))
+    assert loss(**batch)[0] != before + 1 and seen == [1]
 
 
 # Options whose other values change results in every loss that takes them: by name, such values.

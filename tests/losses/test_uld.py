@@ -178,6 +178,7 @@ def test_refusals() -> None:
         ({"teacher_input": given["teacher_input"][1:]}, ValueError, r"teacher_input must be \(14, 'H_teacher'\)"),
         ({"scale": given["scale"][1:]}, ValueError, r"scale must be \(14,\) on cpu, one value for each row of input"),
         ({"scale": torch.ones(N, dtype=torch.long)}, TypeError, "scale must be a floating-point tensor"),
+        ({"mask": torch.ones(N)}, TypeError, "mask must be a bool tensor"),
         ({"vocab_shard": 3}, ValueError, "sorts whole rows of logits, got vocab_shard: gather the weights"),
     ]
     for changes, error, message in refused:
