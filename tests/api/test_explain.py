@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
+import pickle
 import weakref
 from pathlib import Path
 from typing import Any
@@ -99,6 +101,21 @@ def test_deferred_logits(caplog: pytest.LogCaptureFixture) -> None:
     assert explain(model).notes == ()
     handle.remove()
     assert explain(model).trained["1"].n_tokens == 36  # what ran stays so
+
+
+def test_copies_have_their_own_record() -> None:
+    loss, (weight, x, target) = cross_entropy(), batch()
+    loss(weight, x, target)
+    for other in (copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))):
+        assert explain(other).trained == {}
+        other(weight, x[:8], target[:8])
+        assert explain(other).trained[""].n_tokens == 4 and explain(loss).trained[""].n_tokens == 36
+    head = nn.Linear(HIDDEN, VOCAB)
+    with defer_logits(head):
+        F.cross_entropy(head(x), target)
+        other = copy.deepcopy(head)
+        F.cross_entropy(other(x[:8]), target[:8])
+        assert (explain(head).trained[""].n_tokens, explain(other).trained[""].n_tokens) == (36, 4)
 
 
 def test_a_step_records_no_tensor() -> None:

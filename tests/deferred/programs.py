@@ -5,7 +5,7 @@
 A program is a list of lines of Python. The generator runs each line on stock logits as it writes it, and so knows the
 shapes. The lines take views, copies, casts, scales and slices of logits, edit them in place, read them, hook their
 gradients, compute losses, and run backward one to three times. Values, gradients, retained gradients and errors are
-compared, in float64. A program that differs is printed without the lines that do not matter.
+compared, in float64. A program that differs is printed.
 
 - equal: as on stock logits; also with the right gradients where torch says that what backward reads was edited
 - refused: a RuntimeError that speaks of deferred logits, where stock has a value
@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import random
-import re
 import sys
 import time
 import warnings
@@ -470,47 +469,6 @@ def judged(setting: Setting, lines: list[str], defer: Defer, exact: Run | None =
     return kind, text
 
 
-def without(lines: list[str], i: int) -> list[str]:
-    """Return the lines without line `i`, and without those that need what it defines."""
-    kept, gone = lines[:i], set(re.findall(r"^(?:with torch.no_grad\(\): )?(\w+) =", lines[i]))
-    for line in lines[i + 1 :]:
-        if gone & set(re.findall(r"\w+", line)):
-            gone |= set(re.findall(r"^(\w+) =", line))
-        else:
-            kept.append(line)
-    return kept
-
-
-def bypassed(lines: list[str], i: int) -> list[str]:
-    """Return the lines with the variable that line `i` defines replaced by the one that it was made from."""
-    match = re.match(r"(t\d+) = \W*(?:torch\.\w+\(|F\.\w+\()?\[?([tz]\d*)\b", lines[i])
-    if match is None:
-        return lines
-    name, origin = match.groups()
-    return lines[:i] + [re.sub(rf"\b{name}\b", origin, line) for line in lines[i + 1 :]]
-
-
-def shrunk(setting: Setting, lines: list[str], defer: Defer) -> tuple[list[str], str]:
-    """Drop lines for as long as the program stays wrong with an error, or without one, on the same side."""
-    reason = judged(setting, lines, defer)[1]
-    raised = executed(setting, [compiled(x) for x in lines], stock).error is not None
-    again = True
-    while again:
-        again = False
-        for i in reversed(range(len(lines))):
-            for shorter in (without(lines, i), bypassed(lines, i)):
-                if len(shorter) >= len(lines):
-                    continue
-                exact = executed(setting, [compiled(x) for x in shorter], stock)
-                if (exact.error is not None) != raised or isinstance(exact.error, NameError):
-                    continue
-                kind, text = judged(setting, shorter, defer, exact)
-                if kind == "wrong":
-                    lines, reason, again = shorter, text, True
-                    break
-    return lines, reason
-
-
 @dataclass
 class Report:
     counts: Counter[Kind] = field(default_factory=Counter)
@@ -522,8 +480,8 @@ class Report:
             yield "\n".join([f"program {index}, {setting}: {reason}", *(f"    {line}" for line in lines)])
 
 
-def examine(count: int, seed: int = 0, start: int = 0, defer: Defer = deferred, show: int = 20) -> Report:
-    """Run programs, and shrink the first `show` that are wrong."""
+def examine(count: int, seed: int = 0, start: int = 0, defer: Defer = deferred) -> Report:
+    """Run programs, and collect those that are wrong."""
     report = Report()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch, such as those about `.grad` of tensors that are no leaves
@@ -534,8 +492,7 @@ def examine(count: int, seed: int = 0, start: int = 0, defer: Defer = deferred, 
             if kind == "refused":
                 report.refused[reason[:100]] += 1
             if kind == "wrong":
-                minimal = shrunk(setting, lines, defer) if len(report.wrong) < show else (lines, reason)
-                report.wrong.append((index, setting, *minimal))
+                report.wrong.append((index, setting, lines, reason))
     return report
 
 
@@ -544,14 +501,14 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--start", type=int, default=0)
-    parser.add_argument("--show", type=int, default=20, help="how many wrong programs are shrunk and printed")
+    parser.add_argument("--show", type=int, default=20, help="how many wrong programs are printed")
     parser.add_argument("--stock", action="store_true", help="compare stock logits with themselves")
     options = parser.parse_args()
     torch.set_num_threads(1)
     begin = time.perf_counter()
     defer: Callable[..., Any] = stock if options.stock else deferred
     with contextlib.suppress(KeyboardInterrupt):
-        report = examine(options.count, options.seed, options.start, defer, options.show)
+        report = examine(options.count, options.seed, options.start, defer)
         for text in list(report.texts())[: options.show]:
             print(text)
         for message, n in report.refused.most_common(10):

@@ -24,6 +24,7 @@ from against_stock import (
     is_tensor,
     logps,
     loss_of,
+    raises,
     replaced,
     run,
     stock,
@@ -380,3 +381,10 @@ def test_another_upstream_rounds_once_more(loss: str, body: torch.dtype, upstrea
     ones, others = gradients(1.0), gradients(upstream)
     for name in ("model.head.weight", "model.head.bias"):
         assert torch.equal(others[name], (ones[name].float() * upstream).to(BF16)), name
+
+
+@pytest.mark.parametrize("dtypes", [(a, b) for a, b in COMBINATIONS if a != b], ids=name_of)
+def test_mixed_dtypes_are_refused(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    """As by torch's own product."""
+    case = raises(RuntimeError, lambda w: loss_of(w, w.z()))
+    check(case, deferred, dtype=dtypes[0], head_dtype=dtypes[1])

@@ -268,6 +268,18 @@ def grad_then_backward(w: World) -> Any:
     return g
 
 
+def grad_behind_a_hook_that_writes(w: World) -> Any:
+    """`torch.autograd.grad` for logits, with a hook before them that writes to a view of their gradient."""
+    z = w.model(w.x)
+    scaled = z * 2.0
+
+    def hook(g: Tensor) -> None:
+        g[:1].zero_()
+
+    z.register_hook(hook)
+    return [g.detach() for g in torch.autograd.grad(loss_of(w, scaled), [scaled, w.x])]
+
+
 def grad_of_a_leaf_copy(w: World) -> Any:
     """As chunked losses by hand: logits as a leaf, and their gradient sent on."""
     z = w.model(w.x)
@@ -324,6 +336,7 @@ OTHERS: dict[str, Case] = {
         )
     ),
     "grad-then-backward": Case(grad_then_backward),
+    "grad-behind-a-hook-that-writes": Case(grad_behind_a_hook_that_writes),
     "leaf-copy": Case(grad_of_a_leaf_copy),
     "penalty-x": refusable(penalty(lambda w, z: [w.x])),
     "penalty-z": refusable(penalty(lambda w, z: [z])),

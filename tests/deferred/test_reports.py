@@ -367,6 +367,36 @@ CASES |= {
 }
 
 
+# TorchScript
+
+
+def scripted(w: Any) -> Any:
+    """pytorch/pytorch#57739: a scripted function gets an object with `__torch_function__`."""
+
+    def loss(z: Tensor, y: Tensor) -> Tensor:
+        return -z.log_softmax(-1).gather(-1, y.unsqueeze(-1)).mean()
+
+    f = torch.jit.script(loss)
+    return [f(w.z(), w.ids) for _ in range(3)]  # the third call runs the optimized graph
+
+
+def traced(example: Any) -> Any:
+    def program(w: Any) -> Any:
+        f = torch.jit.trace(
+            lambda z, y: F.cross_entropy(z.flatten(0, 1), y.flatten()), (example(w), w.ids), check_trace=False
+        )
+        return [f(w.z(), w.ids) for _ in range(3)]
+
+    return program
+
+
+CASES |= {
+    "pytorch-57739-script": Case(scripted),
+    "pytorch-57739-trace": Case(traced(lambda w: torch.zeros(w.z().shape, dtype=torch.float64))),
+    "pytorch-57739-trace-of-logits": Case(traced(lambda w: w.z())),
+}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_reports(name: str) -> None:
     check(CASES[name])

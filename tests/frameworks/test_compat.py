@@ -717,6 +717,18 @@ def test_bad_input(name: str) -> None:
 # What Liger-Kernel accepts
 
 
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", ["DPO", "ORPO", "CPO", "SimPO"])
+def test_means_of_logits_cover_ignored_tokens(name: str) -> None:
+    batch = pairs(SMALL, seed=3, ref=None)
+    settings = {"use_ref_model": False} if name == "DPO" else {}
+    loss = getattr(chunked_loss, f"LigerFusedLinear{name}Loss")(**settings)
+    _, metrics = loss(*(batch[key] for key in HEAD))
+    means = (batch["input"] @ batch["weight"].T + batch["bias"]).unflatten(0, (2, -1)).mean((1, 2, 3))
+    # Metrics are float32.
+    torch.testing.assert_close(torch.stack(metrics[2:4]).double(), means, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["DPO", "KTO", "GRPO"])
 def test_reference_that_is_not_read(kind: str) -> None:
@@ -727,6 +739,16 @@ def test_reference_that_is_not_read(kind: str) -> None:
     }[kind]
     without = {name: None if name.startswith("ref_") else x for name, x in sample.items()}
     assert torch.equal(first(make.run(chunked_loss, sample)), first(make.run(chunked_loss, without)))
+
+
+def test_grpo_reads_the_first_of_two_references() -> None:
+    case = grpo("", {}, {"ref": "tokens"})
+    batch = case.sample()
+    states = grpo("", {}, {"ref": "states"}).sample()
+    both = batch | {name: states[name] for name in ("ref_input", "ref_weight", "ref_bias")}
+    with pytest.warns(UserWarning, match="ref_per_token_logps is read, ref_input is not"):
+        loss = first(case.run(chunked_loss, both))
+    assert torch.equal(loss, first(case.run(chunked_loss, batch)))
 
 
 def test_clip_ratio_counts_tokens() -> None:

@@ -487,3 +487,10 @@ def test_survey_top_k(k, dtype, logp_dtype, device):
         repeated = changed(ids, (3, k - 1), ids[3, 0])
         assert survey_top_k(logps, repeated).tolist()[2] == 1
         assert survey_top_k(gone, repeated).tolist()[2] == 0
+
+
+@pytest.mark.parametrize("layout", ["strided", "transposed"])
+def test_survey_top_k_of_any_layout(layout, device):
+    logps, ids = torch.full((3, 8), -1.0, device=device), torch.arange(24, device=device).view(3, 8)
+    apart = (logps[:, ::2], ids[:, ::2]) if layout == "strided" else (logps.t(), ids.t())
+    assert survey_top_k(*apart).tolist() == [~0, 22 if layout == "strided" else 23, 0, 0, 0]

@@ -312,6 +312,15 @@ def test_autocast():
     assert torch.equal(x.grad, found[1])
 
 
+def test_autocast_keeps_no_weights_without_a_graph():
+    """Its cache would, of a weight that another operation than `F.linear` reads in the forward."""
+    module, x = Odd(), rows(64, H, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        tiled(module, module, x, 8)
+        (x @ module.matrix).sum().backward()
+    assert module.matrix.grad is not None
+
+
 def test_a_graph_that_is_retained_has_a_second_backward():
     module, x = mlp(), rows(40, H)
     y = tiled(module, module, x, 8).sum()
@@ -343,6 +352,14 @@ def test_compiled_callers_break_their_graph():
     compiled = torch.compile(lambda x: tiled(module, module, x.sin(), 8).cos(), backend="aot_eager")
     expected = gradients(lambda x: module(x.sin()).cos(), module, x)
     assert_same(gradients(compiled, module, x), expected, 1e-5)
+
+
+def test_parameters_may_not_change_before_the_backward():
+    module, x = mlp(), rows(40, H)
+    y = tiled(module, module, x, 8)
+    module.gate_proj.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="had 6 trainable tensors in the forward and has 4 in the backward"):
+        y.sum().backward()
 
 
 def llama(hidden_size: int, intermediate_size: int, dtype: torch.dtype = torch.bfloat16) -> nn.Module:

@@ -682,16 +682,16 @@ def test_all_labels_ignored(way: Way) -> None:
 
 # 5. Remote code
 
-CONFIGURATION = """
+REMOTE = {
+    "configuration_edge.py": """
 from transformers import LlamaConfig
 
 
 class EdgeConfig(LlamaConfig):
     model_type = "edge_llama"
-"""
-MODEL = """
+""",
+    "modeling_edge.py": """
 from transformers import LlamaForCausalLM
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .configuration_edge import EdgeConfig
 
@@ -699,84 +699,53 @@ from .configuration_edge import EdgeConfig
 class EdgeForCausalLM(LlamaForCausalLM):
     config_class = EdgeConfig
 
-    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
-        hidden = self.model(input_ids=input_ids, attention_mask=attention_mask)[0]
-        logits = self.lm_head(hidden).float() * 0.5
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(loss=loss, logits=logits)
-"""
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        logits = self.lm_head(self.model(input_ids=input_ids)[0]).float() * 0.5
+        loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
+        return {"loss": loss, "logits": logits}
+""",
+}
 LOADED = """
 import os, sys
-checkpoint, modules, saved, tests = sys.argv[1:]
-os.environ["HF_MODULES_CACHE"] = modules
+checkpoint, os.environ["HF_MODULES_CACHE"], saved, tests = sys.argv[1:]
 import torch
-torch.set_num_threads(1)
 sys.path.insert(0, tests)
 from fused import is_deferred
 from transformers import AutoConfig, AutoModelForCausalLM
 from liger_chunked import AutoLigerKernelForCausalLM
 
-remote = {"trust_remote_code": True}
 ids = torch.randint(10, 100, (2, 12), generator=torch.Generator().manual_seed(0))
 
+def step(auto, path):
+    model = auto.from_pretrained(path, trust_remote_code=True).train()
+    output = model(ids, labels=ids)
+    output["loss"].backward()
+    return model, output, {name: p.grad for name, p in model.named_parameters()}
 
-def step(model):
-    output = model.train()(ids, labels=ids)
-    output.loss.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters()}
-    model.zero_grad()
-    return output, gradients
+def assert_same(found, exact):
+    torch.testing.assert_close(found[1]["loss"], exact[1]["loss"], rtol=1e-5, atol=0)
+    torch.testing.assert_close(found[2], exact[2], rtol=1e-3, atol=1e-5)
+    assert is_deferred(found[1]["logits"]) and not is_deferred(exact[1]["logits"])
 
-
-def assert_same(ours, stock):
-    (output, gradients), (exact, exact_gradients) = step(ours), step(stock)
-    torch.testing.assert_close(output.loss, exact.loss, rtol=1e-5, atol=0)
-    assert gradients.keys() == exact_gradients.keys()
-    for name, gradient in exact_gradients.items():
-        torch.testing.assert_close(gradients[name], gradient, rtol=1e-3, atol=1e-5)
-    assert is_deferred(output.logits) and not is_deferred(exact.logits)
-    with torch.no_grad():
-        torch.testing.assert_close(ours.eval()(ids).logits.tensor(), stock.eval()(ids).logits, rtol=1e-4, atol=1e-4)
-
-
-stock = AutoModelForCausalLM.from_pretrained(checkpoint, **remote)
-ours = AutoLigerKernelForCausalLM.from_pretrained(checkpoint, **remote)
-assert type(ours).__name__ == "EdgeForCausalLM" and "edge" in type(ours).__module__
+stock, ours = (step(auto, checkpoint) for auto in (AutoModelForCausalLM, AutoLigerKernelForCausalLM))
+assert type(ours[0]).__name__ == "EdgeForCausalLM" and "edge" in type(ours[0]).__module__
 assert_same(ours, stock)
-
-ours.save_pretrained(saved)
-assert_same(AutoLigerKernelForCausalLM.from_pretrained(saved, **remote), stock)
-again = AutoModelForCausalLM.from_pretrained(saved, **remote)  # its class is stock's: it builds logits
-assert type(again).__name__ == "EdgeForCausalLM" and not is_deferred(step(again)[0].logits)
-torch.testing.assert_close(again(ids, labels=ids).loss, stock(ids, labels=ids).loss, rtol=1e-6, atol=0)
-config = AutoConfig.from_pretrained(saved, **remote)
-assert "AutoModelForCausalLM" in config.auto_map, config.auto_map
-
-built = AutoLigerKernelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint, **remote), **remote)
-built.load_state_dict(stock.state_dict())
-assert_same(built, stock)
-print("done")
+ours[0].save_pretrained(saved)
+assert "AutoModelForCausalLM" in AutoConfig.from_pretrained(saved, trust_remote_code=True).auto_map
+assert_same(step(AutoLigerKernelForCausalLM, saved), step(AutoModelForCausalLM, saved))  # whose class is stock's
 """
 
 
 @pytest.mark.slow
 def test_remote_code(tmp_path: Path, fresh_process: Any) -> None:
-    """In a process that has imported nothing of it, by both Auto methods, and after saving."""
+    """In a process that has imported nothing of it, and after saving."""
     checkpoint = tmp_path / "checkpoint"
     build().save_pretrained(checkpoint)
     config = json.loads((checkpoint / "config.json").read_text())
-    config |= {
-        "model_type": "edge_llama",
-        "architectures": ["EdgeForCausalLM"],
-        "auto_map": {
-            "AutoConfig": "configuration_edge.EdgeConfig",
-            "AutoModelForCausalLM": "modeling_edge.EdgeForCausalLM",
-        },
-    }
+    autos = {"AutoConfig": "configuration_edge.EdgeConfig", "AutoModelForCausalLM": "modeling_edge.EdgeForCausalLM"}
+    config |= {"model_type": "edge_llama", "architectures": ["EdgeForCausalLM"], "auto_map": autos}
     (checkpoint / "config.json").write_text(json.dumps(config))
-    (checkpoint / "configuration_edge.py").write_text(CONFIGURATION)
-    (checkpoint / "modeling_edge.py").write_text(MODEL)
-    folders = (str(checkpoint), str(tmp_path / "modules"), str(tmp_path / "saved"))
-    assert "done" in fresh_process.run(LOADED, *folders, str(Path(__file__).parents[1]))
+    for name, code in REMOTE.items():
+        (checkpoint / name).write_text(code)
+    folders = (checkpoint, tmp_path / "modules", tmp_path / "saved", Path(__file__).parents[1])
+    fresh_process.run(LOADED, *map(str, folders))

@@ -235,3 +235,18 @@ def test_compiled_evaluation_keeps_its_graph():
 
 
 # generate of copies, and of code that it runs
+
+
+def test_attached_head_defers_for_a_caller_in_generate() -> None:
+    """A call with `head_fn` asks for deferral itself, also from code that `generate` runs."""
+    model, ids = build("LlamaForCausalLM"), IDS[:2, :4]
+    attach_head(model)
+    shapes = []
+
+    class Scores(LogitsProcessor):
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            shapes.append(model(ids, head_fn=lambda head, input: input.hidden_states).shape)
+            return scores
+
+    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, logits_processor=[Scores()])
+    assert [shape[:2] for shape in shapes] == [(2, 4)] * 2

@@ -23,6 +23,7 @@ from transformers.activations import ACT2FN
 
 from liger_chunked.integrations.transformers import (
     apply_liger_kernel,
+    found,
     layers,
     overrides,
     register_layer,
@@ -270,6 +271,45 @@ class OwnMLP(nn.Module):
     def forward(self, x):
         gate, up = self.a(x), self.b(x)
         return self.c(gate * gate.sigmoid() * up)
+
+
+class Zoom(nn.Module):
+    """A norm by its code alone."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(hidden_size))
+
+    def forward(self, x):
+        return self.gain * self.scaled(x)
+
+    def scaled(self, x):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-3)
+
+
+class UnitNorm(Zoom):
+    def scaled(self, x):
+        return x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt()
+
+
+class Gain(Zoom):
+    def scaled(self, x):
+        return x
+
+
+class FrozenBatchNorm(UnitNorm):
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__(hidden_size)
+        self.register_buffer("running_var", torch.ones(hidden_size))
+
+
+@pytest.mark.parametrize(("cls", "is_norm"), [(Zoom, True), (UnitNorm, True), (Gain, False), (FrozenBatchNorm, False)])
+def test_a_norm_of_an_unknown_name_is_left_alone(cls, is_norm):
+    model = BY_ID["llama"].build()
+    model.model.norm = cls(model.config.hidden_size)
+    left = apply_liger_kernel(model).left
+    owner = "Zoom"  # whose forward the others have
+    assert left == ({owner: found._OTHER_CODE} if is_norm else {})
 
 
 def test_a_registered_class(table):

@@ -195,6 +195,17 @@ def test_a_check_leaves_no_trace(check):
     assert all(x.equal(before[name]) for name, x in model.state_dict().items())
 
 
+def test_logit_options_leave_no_trace():
+    """They run the forward, and give back the random numbers that it draws."""
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA, attention_dropout=0.5)).train()
+    state = torch.get_rng_state()
+    attributes = [(type(module), set(vars(module))) for module in model.modules()]
+    logit_options(model)
+    assert model.training and all(module.training for module in model.modules())
+    assert [(type(module), set(vars(module))) for module in model.modules()] == attributes
+    assert torch.get_rng_state().equal(state)
+
+
 @pytest.mark.few(2)
 @pytest.mark.parametrize("patch", [logit_options, attach_head, apply_liger_kernel])
 def test_a_model_is_freed_at_once(patch):

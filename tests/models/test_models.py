@@ -212,6 +212,26 @@ def test_without_kernels_layers_are_stock(name, calls):
     assert all(g.equal(stock[1][parameter]) for parameter, g in ours[1].items())
 
 
+class CallsInside:
+    def forward(self, hidden):
+        def loss(logits):
+            return self.loss_function(logits)
+
+        return loss(hidden)
+
+
+class CallsByName:
+    def forward(self, hidden):
+        return getattr(self, "loss_function")(hidden)  # noqa: B009
+
+
+@pytest.mark.parametrize("mixin", [CallsInside, CallsByName])
+def test_a_loss_function_is_found_in_inner_functions_and_mixins(mixin):
+    cls = type("Model", (transformers.PreTrainedModel, mixin), {})
+    assert calls_loss_function(cls)
+    assert not calls_loss_function(type("Model", (transformers.PreTrainedModel,), {}))
+
+
 def test_a_model_that_calls_no_loss_function():
     """Bart computes its loss itself: `cross_entropy` would change nothing, and is refused."""
     config = transformers.BartConfig(

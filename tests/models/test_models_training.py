@@ -178,6 +178,31 @@ def test_accelerate_hooks_stay():
     assert step(model, arguments)[0].loss.equal(stock[0].loss)
 
 
+def test_accelerate_hooks_come_and_go():
+    """After any change of the forwards by hooks, a reverted model has bitwise the same results."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    model, arguments = BY_ID["llama"].build(), labelled(BY_ID["llama"])
+    stock = step(model, arguments)
+
+    def assert_stock() -> None:
+        output, gradients = step(model, arguments)
+        assert output.logits.equal(stock[0].logits)
+        assert all(g.equal(stock[1][name]) for name, g in gradients.items())
+
+    apply_liger_kernel(model)
+    for module in model.modules():
+        hooks.add_hook_to_module(module, hooks.ModelHook())
+    assert_fused(step(model, arguments)[0])
+    revert_liger_kernel(model)
+    assert_stock()
+    apply_liger_kernel(model)
+    for module in model.modules():
+        hooks.remove_hook_from_module(module)
+    assert_fused(step(model, arguments)[0])
+    revert_liger_kernel(model)
+    assert_stock()
+
+
 def test_cpu_offload():
     """The weights are on the meta device, except during the call of their module."""
     accelerate = pytest.importorskip("accelerate")

@@ -20,8 +20,8 @@ from transformers import (
     WatermarkingConfig,
 )
 
-from liger_chunked import KeptIds, LigerFusedLinearGRPOLoss, linear_token_stats
-from liger_chunked.integrations.transformers import KeptIdsRecorder, attach_head, record_kept_ids
+from liger_chunked import KeptIds, linear_token_stats
+from liger_chunked.integrations.transformers import KeptIdsRecorder, record_kept_ids
 
 EOS, PAD, V = [*range(20, 28)], 0, 40  # several ids, so that sequences end soon
 PROMPTS = [[5, 6, 7, 8], [9, 4], [11, 12, 13]]
@@ -121,26 +121,6 @@ def test_targets_of_whole_sequences() -> None:
         sizes = kept.offsets.diff().view(target.shape)
         assert (sizes[:, : n - 1] == 0).all() and (sizes[:, -1] == 0).all()
         assert torch.equal(kept.ids, alone.ids) and torch.equal(sizes[:, n - 1 : -1].flatten(), alone.offsets.diff())
-
-
-def test_in_a_loss() -> None:
-    """On-policy, the importance ratio is 1 with the sampler's log-probabilities."""
-    policy = model()
-    attach_head(policy)
-    with record_kept_ids(policy) as recorder:
-        output = generate(policy, top_p=0.8)
-    n = recorder.prompt_length
-    target = completions(output.sequences, n)
-    kept = recorder.kept_ids(target)
-    sampled = torch.stack([scores.log_softmax(-1) for scores in output.scores], 1)
-    old = sampled.gather(-1, target.clamp(min=0)[..., None])[..., 0]
-    states = hidden_states(policy, output.sequences)[:, n - 1 : -1]
-    loss = LigerFusedLinearGRPOLoss(epsilon_low=1e-4, epsilon_high=1e-4)
-    advantages = torch.tensor([1.0, -1.0, 0.5])
-    _, metrics = loss(policy.lm_head.weight, states, target, advantages, old_logps=old, kept=kept)
-    assert metrics.clip_ratio == 0
-    _, metrics = loss(policy.lm_head.weight, states, target, advantages, old_logps=old)
-    assert metrics.clip_ratio > 0
 
 
 def test_generate_is_unchanged() -> None:
