@@ -194,10 +194,13 @@ def measure(table: Table, kind: Kind, folder: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> Path:
     table = Table("patched_trainers", parser(__doc__ or "", peer_seconds=0).parse_args(arguments))
     logging.disable(logging.WARNING)  # of TRL and transformers, about short runs
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer().save_pretrained(folder)
-        for kind in KINDS.values():
-            measure(table, kind, Path(folder))
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            tokenizer().save_pretrained(folder)
+            for kind in KINDS.values():
+                measure(table, kind, Path(folder))
+    finally:
+        logging.disable(logging.NOTSET)
     return table.finish()
 
 

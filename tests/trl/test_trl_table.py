@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -35,6 +36,7 @@ from trl_kinds import (
     run,
 )
 
+from benchmarks import patched_trainers
 from benchmarks.trl_kinds import measured
 from liger_chunked import (
     LigerFusedLinearCrossEntropyLoss,
@@ -277,3 +279,11 @@ def test_a_data_set_with_images_keeps_all_sequences(tmp_path: Path) -> None:
         batch = {name: torch.ones(2, n, dtype=torch.int64) for name, n in (("prompt_ids", 2), ("completion_ids", 3))}
         batch |= {"prompt_mask": batch["prompt_ids"], "completion_mask": batch["completion_ids"]}
         assert (trainer._live({**batch, "advantages": torch.tensor([0.0, 1.0])}) is not None) == skips
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_all_trainers(tmp_path: Path) -> None:
+    (stock, ours) = json.loads(patched_trainers.main(["--out", str(tmp_path), "--task", "ORPO"]).read_text())["rows"]
+    assert stock["failure"] is ours["failure"] is None
+    assert ours["rows"] < stock["rows"] and ours["products"] < stock["products"]
+    assert ours["apart"][1] < 1e-4 and min(stock["ms"], ours["ms"]) > 0

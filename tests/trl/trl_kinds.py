@@ -16,6 +16,7 @@ import pytest
 import tiny
 from datasets import Dataset
 from peft import LoraConfig
+from torch import nn
 
 from benchmarks.trl_kinds import DATA, KINDS
 from liger_chunked.integrations import trl as integration
@@ -191,6 +192,13 @@ def of_family(kind: str, family: str) -> dict[str, Any]:
     # ORPO and CPO add the auxiliary loss if the config requests router logits, the others if the model has them.
     model.config.output_router_logits = family == "experts" and kind in ("ORPO", "CPO")
     return {"model": model, **({"ref_model": tiny.model(family, seed=2)} if kind in ("DPO", "KTO") else {})}
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """Return the classes of a model's modules, and what is set on its instance."""
+    classes = {name: type(module) for name, module in model.named_modules()}
+    slots = ("forward", "_original_forward", "_is_accelerate_prepared", "_liger_forward")
+    return {**classes, "set": {name: vars(model)[name] for name in slots if name in vars(model)}}
 
 
 def set_head(model: Any, **settings: Any) -> Heads:
