@@ -67,6 +67,7 @@ bench-models:
 	$(PYTHON) -m benchmarks.sft $(BENCH)
 	$(PYTHON) -m benchmarks.sft --families $(BENCH)
 	$(PYTHON) -m benchmarks.trainers $(BENCH)
+	$(PYTHON) -m benchmarks.patched_trainers $(BENCH)
 
 # Needs matplotlib and transformers.
 figures:

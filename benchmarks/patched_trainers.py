@@ -200,10 +200,13 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     # cuDNN's attention gives NaN where a mask leaves nothing, as at padding on the left of a prompt.
     torch.backends.cuda.enable_cudnn_sdp(False)
     logging.disable(logging.WARNING)  # of TRL and transformers, about short runs
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer().save_pretrained(folder)
-        for kind in KINDS.values():
-            measure(table, kind, Path(folder))
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            tokenizer().save_pretrained(folder)
+            for kind in KINDS.values():
+                measure(table, kind, Path(folder))
+    finally:
+        logging.disable(logging.NOTSET)
     return table.finish()
 
 

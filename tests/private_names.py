@@ -61,7 +61,7 @@ SCENARIOS = {
     "grpo_trainer": "_get_per_token_logps_and_entropies",
     "multi_token": "_compute_mtp_acceptance_counts",
     "kto_trainer": "_compute_kl_logps",
-    "stock_trainer": "_BaseTrainer _prepare_inputs _precompute_ref_logps",
+    "stock_trainer": "_BaseTrainer _prepare_inputs",
 }
 
 

@@ -5,7 +5,6 @@ equal those of whole models.
 from __future__ import annotations
 
 import os
-import socket
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,14 +26,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
-from trl_kinds import KINDS, PLAIN, assert_same, run, set_head
+from trl_kinds import KINDS, LOSS_OF, PLAIN, assert_same, join, run, set_head, spawn
 
 from liger_chunked import (
-    LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDPOLoss,
-    LigerFusedLinearGRPOLoss,
     LigerFusedLinearJSDLoss,
-    LigerFusedLinearKTOLoss,
 )
 from liger_chunked.integrations.trl.losses import loss_step, step_inside_teacher
 
@@ -44,12 +40,12 @@ CASES = {
     "each-way": [
         ("SFT", None),
         ("ORPO", None),
-        ("DPO", LigerFusedLinearDPOLoss(beta=0.1)),
+        ("DPO", LOSS_OF["DPO"]()),
     ],
     "other-losses": [
         ("Distillation", None),
-        ("KTO", LigerFusedLinearKTOLoss(beta=0.1)),
-        ("GRPO", LigerFusedLinearGRPOLoss(reduction="dapo")),
+        ("KTO", LOSS_OF["KTO"]()),
+        ("GRPO", LOSS_OF["GRPO"]()),
     ],
 }
 # TRL's DPO counts the samples that fill up a last batch twice.
@@ -105,12 +101,8 @@ def shard(rank: int) -> None:
         torch.testing.assert_close(p.grad.full_tensor(), exact.grad, rtol=2e-4, atol=1e-5, msg=name)
 
 
-def worker(rank: int, folder: str, port: str, cases: str) -> None:
-    torch.set_num_threads(1)
-    disable_progress_bars()
-    warnings.simplefilter("ignore", FutureWarning)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+def worker(rank: int, folder: str, cases: str, port: str) -> None:
+    join(rank, port)
     train(Path(folder), cases)
     if cases == "each-way":
         shard(rank)
@@ -122,18 +114,15 @@ def worker(rank: int, folder: str, port: str, cases: str) -> None:
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
 @pytest.mark.parametrize("cases", ["each-way", pytest.param("other-losses", marks=pytest.mark.exhaustive)])
 def test_two_processes(cases: str, tmp_path: Path, fresh_process: FreshProcesses) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    fresh_process.spawn(worker, WORLD, str(tmp_path), str(port), cases)
+    spawn(fresh_process, worker, str(tmp_path), cases)
 
 
 SHARDED = {
-    "common": [("SFT", None), ("DPO", LigerFusedLinearDPOLoss(beta=0.1))],
+    "common": [("SFT", None), ("DPO", LOSS_OF["DPO"]())],
     "others": [
         ("DPO", None),
-        ("SFT", LigerFusedLinearCrossEntropyLoss()),
-        ("KTO", LigerFusedLinearKTOLoss(beta=0.1)),
+        ("SFT", LOSS_OF["SFT"]()),
+        ("KTO", LOSS_OF["KTO"]()),
         ("ORPO", None),
         ("CPO", None),
         ("GKD", None),
@@ -156,7 +145,7 @@ def sequence() -> None:
         torch.testing.assert_close(gradients_of(sharded)[name], exact, rtol=2e-4, atol=1e-5, msg=name)
 
 
-def split(rank: int, folder: str, port: str, cases: str) -> None:
+def split(rank: int, folder: str, cases: str, port: str) -> None:
     """Train models that `from_pretrained` shards over both ranks. Accelerate refuses this on a CPU only."""
     from accelerate import ParallelismConfig
 
@@ -197,7 +186,4 @@ def split(rank: int, folder: str, port: str, cases: str) -> None:
 def test_tensor_parallelism(cases: str, tmp_path: Path, fresh_process: FreshProcesses) -> None:
     for i in range(2):  # two heads of attention to split
         tiny.model(seed=i, num_key_value_heads=2).save_pretrained(tmp_path / str(i))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    fresh_process.spawn(split, WORLD, str(tmp_path), str(port), cases)
+    spawn(fresh_process, split, str(tmp_path), cases)

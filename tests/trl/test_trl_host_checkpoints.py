@@ -16,7 +16,7 @@ import tiny
 from torch import Tensor
 from trl.models import activation_offloading
 from trl.models.activation_offloading import OffloadActivations
-from trl_kinds import PLAIN, Log, assert_same, build
+from trl_kinds import PLAIN, Log, assert_same, build, log_of
 
 from liger_chunked.integrations.transformers import apply_liger_kernel
 
@@ -66,8 +66,7 @@ def train(folder: Path, name: str, tokens: int | None, config: dict[str, Any], *
     trainer = build(folder, name, True, {**CHECKPOINTED, **config}, model=model, **arguments)
     apply_liger_kernel(trainer.model, tiled_mlp=tokens, fused_linear_cross_entropy=False)
     trainer.train()
-    timed = ("runtime", "per_second", "time")
-    return [{k: v for k, v in log.items() if not any(t in k for t in timed)} for log in trainer.state.log_history]
+    return log_of(trainer)
 
 
 @pytest.mark.few(1)

@@ -18,7 +18,7 @@ import torch
 import trl
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
-from trl_kinds import KINDS, PLAIN, SEQUENCES, Log, assert_same, build, rare, recorder, run
+from trl_kinds import KINDS, LOSS_OF, PLAIN, SEQUENCES, Log, assert_same, build, rare, recorder, run
 
 from liger_chunked import (
     Clipped,
@@ -434,16 +434,7 @@ def test_a_reference_has_the_logits_dtype_of_the_loss(tmp_path: Path) -> None:
     assert abs(log[0]["rewards/chosen"]) < 1e-5
 
 
-# One loss per trainer, and a non-default value for every field that it replaces.
-LOSS_OF = {
-    "SFT": LigerFusedLinearCrossEntropyLoss,
-    "DPO": LigerFusedLinearDPOLoss,
-    "KTO": LigerFusedLinearKTOLoss,
-    "GRPO": LigerFusedLinearGRPOLoss,
-    "Distillation": LigerFusedLinearJSDLoss,
-}
-
-
+# A non-default value for every field that a loss replaces.
 OTHER = {
     "loss_weights": [0.5],
     "ld_alpha": 0.5,

@@ -16,7 +16,7 @@ from peft import LoraConfig
 from torch import nn
 from transformers import PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
-from trl_kinds import PATCHED, assert_same, build, log_of, rare, run, set_head
+from trl_kinds import PATCHED, assert_same, build, log_of, run, set_head, state_of
 
 from liger_chunked.integrations.transformers import apply_liger_kernel, revert_liger_kernel
 
@@ -24,9 +24,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
 ]
 
-# Another temperature, more outputs and another precision than those of the first trainer.
+# Another temperature, more outputs and another precision than those of other trainers.
 GRPO = {"temperature": 0.7, "cast_lm_head_to_fp32": True, "entropy_coef": 0.01}
-CONFIGS: dict[str, dict[str, Any]] = {"GRPO": GRPO, "RLOO": {"temperature": 0.7}, "ORPO": {}}
 SHORT = {"max_steps": 2, "optim": "sgd", "learning_rate": 0.02}
 
 
@@ -40,31 +39,25 @@ def fresh(weights: dict[str, torch.Tensor]) -> PreTrainedModel:
     return model
 
 
-def compare(folder: Path, model: nn.Module, second: str, ours: bool) -> None:
-    """Train `model` and a model with its weights that had no trainer: the second by TRL's own trainer."""
-    config = {**SHORT, **CONFIGS[second]}
-    stock = run(folder, second, False, config, model=fresh(weights_of(model)))
-    assert_same(run(folder, second, ours, config, model=model), stock, entries=3)
+# Each of these trainers after each other one: log-probabilities of one model or of two, rollouts, and logits.
+CHAIN = "SFT DPO SFT GRPO SFT ORPO DPO GRPO DPO ORPO GRPO ORPO SFT".split()
+ALL_OURS, OURS_FIRST, STOCK_FIRST = ([whose[i % 2] for i in range(len(CHAIN))] for whose in ((1, 1), (1, 0), (0, 1)))
+
+
+@pytest.mark.parametrize("whose", [ALL_OURS, OURS_FIRST, STOCK_FIRST], ids=["ours", "ours-first", "stock-first"])
+def test_trainers_in_a_chain(tmp_path: Path, whose: list[int]) -> None:
+    """Each trains as TRL's does on a model with these weights that had no trainer, and ours leave what they found."""
+    model = tiny.model()
+    for name, is_ours in zip(CHAIN, whose, strict=True):
+        config = {**SHORT, **(GRPO if name == "GRPO" else {})}
+        expected = run(tmp_path, name, False, config, model=fresh(weights_of(model)))
+        before = state_of(model)
+        log = run(tmp_path, name, is_ours and PATCHED, config, model=model)
+        assert_same(log, expected, entries=3)
+        assert not is_ours or state_of(model) == before, name
 
 
 WHOSE = (True, False), (False, True), (True, True)
-CHAINS = [
-    (first, first_is_ours, second, second_is_ours)
-    for first in ("SFT", "DPO", "GRPO", "ORPO")
-    for second in CONFIGS
-    for first_is_ours, second_is_ours in WHOSE
-]
-OFTEN = ("SFT", "GRPO"), ("GRPO", "ORPO")
-
-
-@pytest.mark.parametrize(
-    ("first", "first_is_ours", "second", "second_is_ours"),
-    [chain if (chain[0], chain[2]) in OFTEN else rare(*chain) for chain in CHAINS],
-)
-def test_second_trainer(tmp_path: Path, first: str, first_is_ours: bool, second: str, second_is_ours: bool) -> None:
-    model = tiny.model()
-    run(tmp_path, first, first_is_ours, SHORT, model=model)
-    compare(tmp_path, model, second, second_is_ours)
 
 
 @pytest.mark.parametrize(("first", "second"), WHOSE)
@@ -80,7 +73,9 @@ def test_after_an_adapter(tmp_path: Path, way: str, first: bool, second: bool) -
         base = trainer.model.unload()
     assert base is model
     base.requires_grad_(True)  # PEFT had frozen it
-    compare(tmp_path, base, "GRPO", ours=second)
+    config = {**SHORT, **GRPO}
+    expected = run(tmp_path, "GRPO", False, config, model=fresh(weights_of(base)))
+    assert_same(run(tmp_path, "GRPO", second, config, model=base), expected, entries=3)
 
 
 @pytest.mark.parametrize("first", [PATCHED, False])

@@ -18,12 +18,8 @@ from peft import LoraConfig, PromptTuningConfig
 from spies import Memory
 from torch import Tensor
 from trl import DPOConfig
-from trl_kinds import KINDS, PLAIN, SEQUENCES, SHARING, Log, build, run
+from trl_kinds import KINDS, LOSS_OF, PLAIN, SEQUENCES, SHARING, Log, build, run
 
-from liger_chunked import (
-    LigerFusedLinearDPOLoss,
-    LigerFusedLinearGRPOLoss,
-)
 from liger_chunked.integrations.trl import LigerDPOTrainer, heads
 from liger_chunked.shared_prefix import SharedBatch, served, share
 from liger_chunked.shared_prefix.trie import TriePlan
@@ -96,12 +92,6 @@ def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pa
     return check
 
 
-LOSSES = {
-    "GRPO": lambda: LigerFusedLinearGRPOLoss(reduction="dapo"),
-    "DPO": lambda: LigerFusedLinearDPOLoss(beta=0.1),
-}
-
-
 CONFIGS = {
     "GRPO": {"beta": 0.1, **SEQUENCES},  # with a reference, and an old policy
     "RLOO": {"beta": 0.1, "num_iterations": 2},
@@ -129,9 +119,9 @@ def test_same_logs(compare, kind, tmp_path):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("kind", ["GRPO", "DPO"])
 def test_same_logs_of_a_loss(compare, kind):
-    compare(kind, own=lambda: {"loss": LOSSES[kind]()}).check(least=0)
+    compare(kind, own=lambda: {"loss": LOSS_OF[kind]()}).check(least=0)
 
 
 @pytest.mark.slow
@@ -254,7 +244,7 @@ def test_positions_that_count_padding():
         share.share_pass(llama, arguments([[1] * 8 + [0] * 4 + [1] * 4] * 2), always=True)
 
 
-@pytest.mark.parametrize("loss", [None, LigerFusedLinearDPOLoss(beta=0.1)], ids=["swap", "loss"])
+@pytest.mark.parametrize("loss", [None, LOSS_OF["DPO"]()], ids=["swap", "loss"])
 def test_policy_with_a_router_loss_and_its_reference(tmp_path, monkeypatch, loss):
     """The policy cannot share prompts, so its reference does not: equal models give margins of exactly zero."""
     passes = Passes(monkeypatch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -21,6 +22,7 @@ from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 from trl_kinds import (
     KINDS,
+    LOSS_OF,
     PATCHED,
     PLAIN,
     SEQUENCES,
@@ -35,13 +37,8 @@ from trl_kinds import (
     run,
 )
 
+from benchmarks import patched_trainers
 from benchmarks.trl_kinds import measured
-from liger_chunked import (
-    LigerFusedLinearCrossEntropyLoss,
-    LigerFusedLinearDPOLoss,
-    LigerFusedLinearGRPOLoss,
-    LigerFusedLinearKTOLoss,
-)
 from liger_chunked.integrations.trl import patch_trl
 
 pytestmark = [
@@ -57,7 +54,6 @@ def train(tmp_path: Path) -> Callable[..., Log]:
 
 
 CASES = [
-    ("SFT", {}),
     rare("SFT", {"loss_type": "dft"}),
     rare("SFT", {"label_smoothing_factor": 0.1}),
     rare("SFT", {"label_smoothing_factor": 0.3, "average_tokens_across_devices": False}),
@@ -66,38 +62,30 @@ CASES = [
     rare("SFT", {"packing": True, "packing_strategy": "wrapped", "max_length": 16}),
     ("SFT", {"padding_free": True, "max_length": None}),
     rare("SFT", {"completion_only_loss": False, "average_tokens_across_devices": False}),
-    ("DPO", {}),
     rare("DPO", {"loss_type": "ipo"}),
     rare("DPO", {"loss_type": "aot"}),
     rare("DPO", {"loss_type": "robust", "label_smoothing": 0.1}),
     ("DPO", {"use_weighting": True, "ld_alpha": 0.5}),
     rare("DPO", {"precompute_ref_log_probs": True}),
     rare("DPO", {"padding_free": True}),
-    ("KTO", {}),
     rare("KTO", {"loss_type": "apo_zero_unpaired", "precompute_ref_log_probs": True}),
-    ("GRPO", {}),
     ("GRPO", SEQUENCES),
     rare("GRPO", {"cast_lm_head_to_fp32": True, "entropy_coef": 0.01}),
     ("RLOO", {"temperature": 0.8}),
     ("Distillation", {"temperature": 0.8, "beta": 0.5}),
     rare("Distillation", {"beta": 1.0}),
-    ("ORPO", {}),
-    ("CPO", {}),
     rare("CPO", {"loss_type": "simpo", "cpo_alpha": 0.0}),
     rare("CPO", {"loss_type": "ipo", "cpo_alpha": 0.5}),
-    ("GKD", {}),
     rare("GKD", {"beta": 0.0}),
     ("GOLD", {"temperature": 0.8}),
-    ("OnlineDPO", {}),
 ]
 
 
 @pytest.mark.parametrize(("kind", "config"), CASES, ids=str)
 def test_logs_what_trl_logs(train, kind, config):
-    """Compares training and evaluation. TRL's online DPO does not support evaluation."""
-    evaluate = kind != "OnlineDPO"
-    stock = train(kind, ours=False, config=config, evaluate=evaluate)
-    assert_same(train(kind, ours=PATCHED, config=config, evaluate=evaluate), stock)
+    """Compares training and evaluation. `test_without_logits` has the defaults."""
+    stock = train(kind, ours=False, config=config, evaluate=True)
+    assert_same(train(kind, ours=PATCHED, config=config, evaluate=True), stock)
 
 
 class FewArguments(LlamaForCausalLM):
@@ -156,12 +144,6 @@ SETTINGS: dict[str, Callable[[str], dict[str, Any]]] = {
     "few-arguments": few_arguments,
     "images": images,
 }  # fmt: skip
-LOSSES: dict[str, Callable[[], Any]] = {
-    "SFT": LigerFusedLinearCrossEntropyLoss,
-    "DPO": lambda: LigerFusedLinearDPOLoss(beta=0.1),
-    "KTO": lambda: LigerFusedLinearKTOLoss(beta=0.1),
-    "GRPO": lambda: LigerFusedLinearGRPOLoss(reduction="dapo"),
-}
 OFTEN = {
     *(("ORPO", "softcap"), ("GKD", "softcap"), ("Distillation", "scaled"), ("SFT", "experts"), ("GRPO", "experts")),
     *(("SFT", "smoothed-softcap"), ("SFT", "few-arguments"), ("DPO", "prompt-tuning")),
@@ -197,7 +179,7 @@ def test_in_a_setting(tmp_path: Path, kind: str, setting: str, has_loss: bool) -
         torch.manual_seed(0)
         return run(tmp_path, kind, ours, **own, **loss)
 
-    ours = seeded(ours=True, **({"loss": LOSSES[kind]()} if has_loss else {}))
+    ours = seeded(ours=True, **({"loss": LOSS_OF[kind]()} if has_loss else {}))
     assert_same(ours, seeded(ours=False), common=has_loss, entries=3 if setting == "images" else 5)
 
 
@@ -216,9 +198,9 @@ def test_gradient_checkpointing_and_autocast(train, kind):
     ("kind", "loss"),
     [
         *((kind, None) for kind in ("SFT", "DPO", "KTO", "GKD", "ORPO")),
-        ("SFT", LigerFusedLinearCrossEntropyLoss()),
-        ("DPO", LigerFusedLinearDPOLoss(beta=0.1)),
-        ("KTO", LigerFusedLinearKTOLoss(beta=0.1)),
+        ("SFT", LOSS_OF["SFT"]()),
+        ("DPO", LOSS_OF["DPO"]()),
+        ("KTO", LOSS_OF["KTO"]()),
     ],
 )
 def test_compute_metrics_gets_what_trl_hands_it(tmp_path, kind, loss):
@@ -277,3 +259,11 @@ def test_a_data_set_with_images_keeps_all_sequences(tmp_path: Path) -> None:
         batch = {name: torch.ones(2, n, dtype=torch.int64) for name, n in (("prompt_ids", 2), ("completion_ids", 3))}
         batch |= {"prompt_mask": batch["prompt_ids"], "completion_mask": batch["completion_ids"]}
         assert (trainer._live({**batch, "advantages": torch.tensor([0.0, 1.0])}) is not None) == skips
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_all_trainers(tmp_path: Path) -> None:
+    (stock, ours) = json.loads(patched_trainers.main(["--out", str(tmp_path), "--task", "ORPO"]).read_text())["rows"]
+    assert stock["failure"] is ours["failure"] is None
+    assert ours["rows"] < stock["rows"] and ours["products"] < stock["products"]
+    assert ours["apart"][1] < 1e-4 and min(stock["ms"], ours["ms"]) > 0

@@ -12,12 +12,10 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import TrainingArguments
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
@@ -25,8 +23,7 @@ from liger_chunked.calls import altered
 from liger_chunked.integrations.transformers import HeadInput
 from liger_chunked.integrations.transformers.head_input import fitted, with_transform
 from liger_chunked.integrations.trl.heads import head_stats
-from liger_chunked.integrations.trl.patch import ServedTrainer, checked_share_prefix, constructing
-from liger_chunked.integrations.trl.reference_cache import checked_path
+from liger_chunked.integrations.trl.patch import ServedTrainer, checked_share_prefix, config_in, constructing
 from liger_chunked.losses import (
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDistillationBase,
@@ -112,12 +109,12 @@ def rollout_inputs(inputs: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
 
 
 class LossMixin(ServedTrainer):
-    """A trainer of TRL with the arguments `loss`, `logits_budget`, `share_prefix` and `reference_cache`.
+    """A trainer of TRL with the arguments `loss`, `logits_budget` and `share_prefix`.
 
     Args:
         loss: replaces the trainer's; a `loss_kind`. Config fields in `replaced_fields` must have TRL's defaults or
             agree. None: TRL's own loss, as with `patch_trl`.
-        logits_budget, share_prefix, reference_cache: see `patch_trl`. With `loss`, the budget is the loss's.
+        logits_budget, share_prefix: see `patch_trl`. With `loss`, the budget is the loss's.
 
     Raises:
         TypeError: a loss of another kind.
@@ -127,6 +124,7 @@ class LossMixin(ServedTrainer):
     loss_kind: ClassVar[type[Any] | None] = None
     # Config fields of TRL's loss, and equivalent attributes of `loss`, or None.
     replaced_fields: ClassVar[Mapping[str, str | None]] = {}
+    loss_override: Any = None
 
     def __init__(
         self,
@@ -134,7 +132,6 @@ class LossMixin(ServedTrainer):
         loss: nn.Module | None = None,
         logits_budget: int | float | str | None = None,
         share_prefix: bool | str = "auto",
-        reference_cache: str | Path | None = None,
         **kwargs: Any,
     ) -> None:
         budget, logits_dtype = budget_bytes(logits_budget), None  # raises before loading
@@ -156,10 +153,9 @@ class LossMixin(ServedTrainer):
             options: Any = loss.options
             # The heads' log-probabilities, of the old policy and the reference, are compared with those of the loss.
             budget, logits_dtype = options.logits_budget, options.logits_dtype
-        self.loss_override: Any = loss
+        self.loss_override = loss
         trained = [] if loss is None else [(name, x) for name, x in loss.named_parameters() if x.requires_grad]
         settings: Any = {"logits_budget": budget, "logits_dtype": logits_dtype}
-        settings["reference_cache"] = checked_path(reference_cache)
         with constructing(self, args, kwargs, share_prefix=checked_share_prefix(share_prefix), **settings):
             super().__init__(*args, **kwargs)
             self._check_trains(trained)
@@ -330,10 +326,6 @@ def _attribute(x: Any, name: str) -> Any:
 
 def _alone(value: Any) -> Any:
     return value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
-
-
-def config_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingArguments | None:
-    return next((x for x in (*args, *kwargs.values()) if isinstance(x, TrainingArguments)), None)
 
 
 def _check_mean(trainer: type, loss: Any) -> None:
@@ -662,7 +654,7 @@ class DistillationMixin(LossMixin):
     def _compute_own_loss(self, model: nn.Module, inputs: dict[str, Any], num_items: Any) -> Any:
         if self.model.training and inputs.get("num_items_in_batch") is not None:  # TRL's count, of the generated tokens
             num_items = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
-        own: Any = getattr(self, "loss_override", None)
+        own = self.loss_override
         loss = own or LigerFusedLinearJSDLoss(
             beta=self.beta,
             temperature=self.temperature,

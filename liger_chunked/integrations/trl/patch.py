@@ -17,21 +17,18 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainingArguments
-from trl.trainer import utils
 from trl.trainer.base_trainer import _BaseTrainer
 
 from liger_chunked.deferred.projection import projections_in
 from liger_chunked.integrations.transformers.attach import check_head
 from liger_chunked.integrations.transformers.detect import inner_model
 from liger_chunked.integrations.trl.heads import HEAD_BUDGET, Heads, HeadSettings, language_models
-from liger_chunked.integrations.trl.reference_cache import check_reference_cache, checked_path, with_reference
-from liger_chunked.integrations.trl.stand_ins import divergence, logps_of, swapped
+from liger_chunked.integrations.trl.stand_ins import divergence, logps_of, replaced, swapped
 from liger_chunked.shared_prefix.served import ROUTER, why_not_shared
 from liger_chunked.types import budget_bytes, shown
 
@@ -54,12 +51,22 @@ _ALONE = ("SFTTrainer", "KTOTrainer")
 _Trainer: Any = _BaseTrainer  # whose subclasses have attributes that it lacks
 
 
+def _with_heads_set(name: str, *, until_end: bool = False) -> Any:
+    """Return a method that calls TRL's of this name with the heads set; `until_end`: see `_with_heads`."""
+
+    def method(self: ServedTrainer, *args: Any, **kwargs: Any) -> Any:
+        with self._with_heads(until_end=until_end):
+            return getattr(super(ServedTrainer, self), name)(*args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
 class ServedTrainer(_Trainer):
     """What a served trainer has in addition to TRL's: its heads, which are set while it works."""
 
     _heads: Heads
     _depth = 0
-    _reference_cache: Path | None = None
 
     @contextmanager
     def _with_heads(self, *, until_end: bool = False) -> Iterator[None]:
@@ -74,40 +81,14 @@ class ServedTrainer(_Trainer):
             if until_end and not self._depth:
                 self._heads.take_off()
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        with self._with_heads(until_end=True):
-            return super().train(*args, **kwargs)
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        with self._with_heads(until_end=True):
-            return super().evaluate(*args, **kwargs)
-
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
-        with self._with_heads(until_end=True):
-            return super().predict(*args, **kwargs)
-
+    train = _with_heads_set("train", until_end=True)
+    evaluate = _with_heads_set("evaluate", until_end=True)
+    predict = _with_heads_set("predict", until_end=True)
     # Also called by loops of users.
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._with_heads():
-            return super().training_step(*args, **kwargs)
-
-    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._with_heads():
-            return super().prediction_step(*args, **kwargs)
-
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        with self._with_heads():
-            return super().compute_loss(*args, **kwargs)
-
-    def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
-        with self._with_heads():
-            return super()._prepare_inputs(*args, **kwargs)
-
-    def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
-        if self._reference_cache is None:
-            return super()._precompute_ref_logps(dataset, name, batch_size)
-        return with_reference(self, dataset, name, batch_size, self._reference_cache)
+    training_step = _with_heads_set("training_step")
+    prediction_step = _with_heads_set("prediction_step")
+    compute_loss = _with_heads_set("compute_loss")
+    _prepare_inputs = _with_heads_set("_prepare_inputs")
 
     def get_batch_logps(
         self,
@@ -171,6 +152,10 @@ def _server_of(cls: Any) -> Any:
     return DistillationMixin
 
 
+def config_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingArguments | None:
+    return next((x for x in (*args, *kwargs.values()) if isinstance(x, TrainingArguments)), None)
+
+
 # While a trainer is made, TRL's modules have functions of ours.
 _MAKING = threading.RLock()
 
@@ -184,14 +169,13 @@ def constructing(
     logits_budget: int | None = None,
     logits_dtype: torch.dtype | None = None,
     share_prefix: bool | str = "auto",
-    reference_cache: Path | None = None,
 ) -> Iterator[None]:
     """Run the `__init__` of TRL's trainer with these arguments inside the block, with our heads.
 
     Raises:
         ValueError: a setting of the trainer or its config that cannot be served.
     """
-    config = next((x for x in (*args, *kwargs.values()) if isinstance(x, TrainingArguments)), None)
+    config = config_in(args, kwargs)
     if getattr(config, "use_liger_kernel", False):
         raise ValueError(
             "use_liger_kernel=True activates the package Liger-Kernel, whose losses would replace these heads: leave "
@@ -210,9 +194,6 @@ def constructing(
     alone = not {cls.__name__ for cls in type(trainer).__mro__}.isdisjoint(_ALONE)
     if alone and share_prefix is True:
         raise ValueError(f"share_prefix=True: the sequences of {type(trainer).__name__} have no prompts in common")
-    if reference_cache is not None:
-        check_reference_cache(trainer, config)
-        trainer._reference_cache = reference_cache
     budget = HEAD_BUDGET if logits_budget is None else logits_budget
     heads = Heads(HeadSettings(logits_budget=budget))
     shares: list[PreTrainedModel] = []
@@ -230,7 +211,7 @@ def constructing(
     try:
         heads.set(language_models((*args, *kwargs.values())))  # before TRL prepares a reference or a teacher
         casts = getattr(config, "cast_lm_head_to_fp32", False)  # TRL does so itself, without an adapter
-        with _MAKING, _swapped("add_fused_lm_head", add_head), nullcontext() if casts else _lora_heads(type(trainer)):
+        with _MAKING, replaced({"add_fused_lm_head": add_head}), nullcontext() if casts else _lora_heads(type(trainer)):
             yield
         heads.set(language_models(vars(trainer).values()))
         if share_prefix is True:
@@ -248,27 +229,6 @@ def _check_shares(trainer: Any, models: list[PreTrainedModel]) -> None:
     reason = ROUTER if getattr(trainer, "aux_loss_enabled", False) else why_not_shared(trainer.model)
     if reason is not None:
         raise ValueError(f"{type(inner_model(trainer.model)).__name__} cannot share prompts: {reason}")
-
-
-@contextmanager
-def _swapped(name: str, ours: Callable[..., Any]) -> Iterator[None]:
-    """Replace a function of TRL's in every module that has it: its trainers import it by name."""
-    theirs: Any = getattr(utils, name)
-    replacement = functools.wraps(theirs)(lambda *args, **kwargs: ours(*args, **kwargs))
-    before: dict[Any, Any] = {}
-    for module_name, module in [*sys.modules.items()]:
-        function = getattr(module, "__dict__", {}).get(name)
-        if function is theirs or (function is not None and module_name.startswith("trl.")):
-            before[module] = function
-    try:
-        for module in before:
-            setattr(module, name, replacement)
-        yield
-    finally:
-        # Also in modules that were imported meanwhile.
-        for module in [*sys.modules.values()]:
-            if getattr(module, "__dict__", {}).get(name) is replacement:
-                setattr(module, name, before.get(module, theirs))
 
 
 class _Unsupported(type):
@@ -322,9 +282,6 @@ class patch_trl:
         share_prefix: compute a prompt once for its sequences, in DPO, GRPO, RLOO and subclasses of these: "auto" if the
             model allows it and a tenth of a batch's tokens is saved; True raises ValueError for other trainers and
             models; see docs/shared_prefix.md.
-        reference_cache: a file such as "reference.parquet", for DPO and KTO with `precompute_ref_log_probs=True`: its
-            log-probabilities are the reference's. The first trainer writes the file, and a later one reads it if data,
-            tokenizer and reference are the same. Other data sets than the training's have files of their own.
 
     Raises:
         TypeError: `model` contains no transformers model.
@@ -340,7 +297,6 @@ class patch_trl:
         *,
         logits_budget: int | float | str | None = None,
         share_prefix: bool | str = "auto",
-        reference_cache: str | Path | None = None,
     ) -> None:
         self._model = None if model is None else inner_model(model)
         if self._model is not None:
@@ -348,7 +304,6 @@ class patch_trl:
         self._settings: dict[str, Any] = {
             "logits_budget": budget_bytes(logits_budget),
             "share_prefix": checked_share_prefix(share_prefix),
-            "reference_cache": checked_path(reference_cache),
         }
         self._apply()
 

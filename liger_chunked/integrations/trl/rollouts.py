@@ -10,7 +10,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -53,57 +53,34 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Live:
-    """The part of a batch that has a gradient.
-
-    Attributes:
-        part: that part; None if it is the whole batch.
-        skipped: the sequences with tokens that are not in it; None without any.
-        n_live: how many sequences have a gradient. If none has, `part` is one token without a target, which keeps this
-            rank in step with the others.
-    """
-
-    part: Part | None
-    skipped: Part | None
-    n_live: int
-
-
-@dataclass(frozen=True)
 class Batch:
     """The batch of a step.
 
     Attributes:
         kept: the ids at its positions (B, K), flattened; None: not known.
         mask: (B, K), True at the completions' tokens that the loss reads.
-        live: which part has a gradient. None: all of it is computed.
+        part: the sequences with a gradient, the only ones that are computed. If none has one, it is one token without
+            a target, which keeps this rank in step with the others. None: the whole batch.
+        skipped: the sequences with tokens that are not in `part`; None without any.
+        n_live: how many sequences have a gradient. None: nobody asked.
         logps: (B, K), log-probabilities of the skipped sequences, see `_of_skipped`.
         entropies: (B, K), theirs; NaN where they are not known.
     """
 
     kept: KeptIds | None = None
     mask: Tensor | None = None
-    live: _Live | None = None
+    part: Part | None = None
+    skipped: Part | None = None
+    n_live: int | None = None
     logps: Tensor | None = None
     entropies: Tensor | None = None
 
-    @property
-    def part(self) -> Part | None:
-        """What is computed; None: the whole batch."""
-        return None if self.live is None else self.live.part
-
-    @property
-    def n_live(self) -> int | None:
-        """See `_Live`."""
-        return None if self.live is None else self.live.n_live
-
     def skips(self, *, with_empty: bool) -> bool:
         """Whether sequences are skipped; `with_empty`: also those without tokens."""
-        if self.live is None or self.live.part is None:
-            return False
-        if not with_empty:
-            return self.live.skipped is not None
-        assert self.mask is not None
-        return self.live.n_live < len(self.mask)
+        if self.part is None or not with_empty:
+            return self.skipped is not None
+        assert self.mask is not None and self.n_live is not None
+        return self.n_live < len(self.mask)
 
 
 # Metrics of TRL that read sequences without a gradient.
@@ -213,13 +190,13 @@ class RolloutsMixin(LossMixin):
         packages = "trl", "liger_chunked"
         return "_compute_loss" in vars(self) or owner.__module__.partition(".")[0] not in packages
 
-    def _live(self, inputs: dict[str, Any]) -> _Live | None:
-        """Return what has a gradient. Waits for the device."""
+    def _live(self, inputs: dict[str, Any]) -> Batch | None:
+        """Return the batch with what has a gradient; None: all of it may. Waits for the device."""
         if self.skip_zero_advantage is False or not (self.model.training and torch.is_grad_enabled()):
             return None
         if self._why_not_skipped() is not None or any(name in inputs for name in MULTIMODAL):
             return None
-        mask = _read(inputs)
+        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1) != 0
         completion_length = mask.shape[1]
         ends = (mask * torch.arange(1, completion_length + 1, device=mask.device)).amax(1)
         advantages = inputs["advantages"]
@@ -234,11 +211,10 @@ class RolloutsMixin(LossMixin):
         skipped = [i for i, n in enumerate(all_lengths) if n and not lengths[i]]
         others = part(skipped, max(all_lengths[i] for i in skipped)) if skipped else None
         if len(rows) == len(lengths) and max(lengths) == completion_length:
-            return _Live(None, None, len(rows))
-        if rows:
-            return _Live(part(rows, max(lengths)), others, len(rows))
-        # Keeps this rank in step with the others, whose models gather parameters and reduce gradients.
-        return _Live(_one_token(inputs), others, 0)
+            return Batch(n_live=len(rows))
+        # A rank without live sequences stays in step with the others, whose models gather parameters.
+        live = part(rows, max(lengths)) if rows else _one_token(inputs)
+        return Batch(mask=mask, part=live, skipped=others, n_live=len(rows))
 
     def _logs_after_this_step(self) -> bool:
         state, args = self.state, self.args
@@ -261,9 +237,9 @@ class RolloutsMixin(LossMixin):
         batch = Batch(kept)
         if live is not None:
             with self._running(batch):
-                logps, entropies = self._of_skipped(model, inputs, live, logs)
+                logps, entropies = self._of_skipped(model, inputs, live.skipped, logs)
             if live.part is not None:
-                batch = Batch(kept, _read(inputs), live, logps, entropies)
+                batch = replace(live, kept=kept, logps=logps, entropies=entropies)
         with self._running(batch):
             value = super().compute_loss(model, inputs, *args, **kwargs)
         if live is not None and not logs:
@@ -285,14 +261,14 @@ class RolloutsMixin(LossMixin):
             self._batch = before
 
     def _of_skipped(
-        self, model: nn.Module, inputs: dict[str, Any], live: _Live, logs: bool
+        self, model: nn.Module, inputs: dict[str, Any], skipped: Part | None, logs: bool
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return log-probabilities and entropies (B, K) of the skipped sequences, for metrics; others are arbitrary.
 
         Logging steps compute them. Other steps have the old policy's log-probabilities, and entropies of NaN.
         """
         mask = inputs["completion_mask"]
-        logps, skipped = self._old_logps(inputs), live.skipped
+        logps = self._old_logps(inputs)
         logps = torch.zeros(mask.shape, device=mask.device) if logps is None else logps.clone()
         entropies = torch.zeros_like(logps)
         if skipped is not None:
@@ -371,12 +347,6 @@ class RolloutsMixin(LossMixin):
         # A list, which TRL shuffles and splits by sequence.
         output["kept_ids"] = _by_sequence(recorder.kept_ids(target), *target.shape)
         return output
-
-
-def _read(inputs: dict[str, Any]) -> Tensor:
-    """Return (B, K), True at tokens of completions that the loss reads."""
-    mask: Tensor = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-    return mask != 0
 
 
 def _one_token(inputs: dict[str, Any]) -> Part:

@@ -10,8 +10,9 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -138,24 +139,56 @@ _OURS: dict[str, Callable[..., Any]] = {
 }
 
 
+@contextmanager
+def replaced(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Replace functions of TRL's in every module that has them, because its trainers import them by name.
+
+    A replacement that returns `NotImplemented` leaves the call to TRL's function.
+    """
+    made: dict[Any, Any] = {}  # from a replacement to TRL's function
+
+    def replacement(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(theirs)
+        def function(*args: Any, **kwargs: Any) -> Any:
+            result = ours(*args, **kwargs)
+            return theirs(*args, **kwargs) if result is NotImplemented else result
+
+        made[function] = theirs
+        return function
+
+    try:
+        for module, name, theirs in _holders(functions):
+            if "trl" in {of.partition(".")[0] for of in (module.__name__, theirs.__module__)}:
+                setattr(module, name, replacement(functions[name], theirs))
+        yield
+    finally:
+        for module, name, function in _holders(functions):  # also in modules that were imported meanwhile
+            if function in made:
+                setattr(module, name, made[function])
+
+
+def _holders(names: Iterable[str]) -> Iterator[tuple[ModuleType, str, Any]]:
+    """Yield the modules that have functions of these names, and the functions."""
+    for module in [*sys.modules.values()]:
+        for name in names:
+            if inspect.isfunction(function := getattr(module, "__dict__", {}).get(name)):
+                yield module, name, function
+
+
 # The functions are swapped while a served trainer works.
 _LOCK = threading.RLock()
 _N_USERS = 0
-_SWAPPED: list[tuple[Any, str, Any]] = []
+_SWAP: Any = None
 
 
 @contextmanager
 def swapped() -> Iterator[None]:
-    """Let TRL's modules, which import these functions by name, call ours; they get TRL's arguments."""
-    global _N_USERS
+    """Let TRL's modules call our functions for stand-ins."""
+    global _N_USERS, _SWAP
     with _LOCK:
         if not _N_USERS:
-            modules = [module for name, module in [*sys.modules.items()] if name.partition(".")[0] == "trl"]
-            for module in modules:
-                for name, ours in _OURS.items():
-                    if inspect.isfunction(theirs := vars(module).get(name)):
-                        _SWAPPED.append((module, name, theirs))
-                        setattr(module, name, _either(ours, theirs))
+            _SWAP = replaced(_OURS)
+            _SWAP.__enter__()
         _N_USERS += 1
     try:
         yield
@@ -163,15 +196,4 @@ def swapped() -> Iterator[None]:
         with _LOCK:
             _N_USERS -= 1
             if not _N_USERS:
-                for module, name, theirs in _SWAPPED:
-                    setattr(module, name, theirs)
-                _SWAPPED.clear()
-
-
-def _either(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(theirs)
-    def function(*args: Any, **kwargs: Any) -> Any:
-        result = ours(*args, **kwargs)
-        return theirs(*args, **kwargs) if result is NotImplemented else result
-
-    return function
+                _SWAP.__exit__(None, None, None)
