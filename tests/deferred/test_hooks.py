@@ -143,6 +143,25 @@ MODULES["forward-edit-in-place-head"] = Case(hooked(at("forward", "head"), edit_
 MODULES["forward-edit-in-place-model"] = Case(hooked(at("forward", "model"), edit_in_place, "backward"))
 
 
+def added_between(kind: str, place: str) -> Callable[[World], Any]:
+    """A hook that comes after the forward: it belongs to the next one."""
+
+    def program(w: World) -> Any:
+        z = w.model(w.x)
+        handle = REGISTER[kind](PLACES[place](w), HOOKS[kind]["edit"](w))
+        loss = loss_of(w, z)
+        loss.backward()
+        again = loss_of(w, w.model(w.x))
+        again.backward()
+        handle.remove()
+        return loss.detach(), again.detach()
+
+    return program
+
+
+MODULES |= {f"later-{kind}-{p}": Case(added_between(kind, p)) for kind in REGISTER for p in ("head", "body", "model")}
+
+
 # Hooks of tensors, and gradients of logits. Random programs (programs.py) have hooks that read or scale gradients.
 
 
@@ -290,6 +309,14 @@ def grad_of_a_leaf_copy(w: World) -> Any:
     return loss.detach(), leaf.grad
 
 
+def gradient_norm_of_the_weight(w: World) -> Any:
+    """As loss balancing (GradNorm, adaptive weights of auxiliary losses)."""
+    z = w.model(w.x)
+    first, second = loss_of(w, z), torch.logsumexp(z, -1).square().mean()
+    norms = [torch.autograd.grad(x, w.head.weight, retain_graph=True)[0].norm() for x in (first, second)]
+    return first + norms[0] / norms[1] * second
+
+
 def penalty(inputs: Callable[[World, Any], Any], via_backward: bool = False) -> Callable[[World], Any]:
     def program(w: World) -> Any:
         z = w.model(w.x)
@@ -303,6 +330,39 @@ def penalty(inputs: Callable[[World, Any], Any], via_backward: bool = False) -> 
     return program
 
 
+def node_hook(prehook: bool) -> Callable[[World], Any]:
+    def program(w: World) -> Any:
+        z = w.model(w.x)
+        node = z.grad_fn
+        if prehook:
+            node.register_prehook(lambda outputs: w.note(outputs[0]))
+        else:
+            node.register_hook(lambda inputs, outputs: w.note(outputs[0]))
+        return loss_of(w, z)
+
+    return program
+
+
+def multi_grad_hook(mode: str) -> Callable[[World], Any]:
+    def program(w: World) -> Any:
+        z = w.model(w.x)
+        hook = (lambda g: w.note(g)) if mode == "any" else (lambda gs: w.note(*gs))
+        handle = torch.autograd.graph.register_multi_grad_hook((z, w.x), hook, mode=mode)  # type: ignore[arg-type]
+        loss = loss_of(w, z)
+        loss.backward()
+        handle.remove()
+        return loss.detach()
+
+    return program
+
+
+def detect_anomaly(w: World) -> Any:
+    with torch.autograd.set_detect_anomaly(True):
+        loss = loss_of(w, w.model(w.x))
+        loss.backward()
+    return loss.detach()
+
+
 def backward_to(inputs: Callable[[World, Any], Any]) -> Callable[[World], Any]:
     def program(w: World) -> Any:
         z = w.model(w.x)
@@ -311,6 +371,14 @@ def backward_to(inputs: Callable[[World, Any], Any]) -> Callable[[World], Any]:
         return loss.detach(), [x.grad for x in inputs(w, z)]
 
     return program
+
+
+def hook_in_place_after_backward_hook(w: World) -> Any:
+    """torch refuses in-place edits of the output of a module with a full backward hook."""
+    w.head.register_full_backward_hook(lambda m, i, o: None)
+    z = w.model(w.x)
+    z.mul_(2)
+    return loss_of(w, z)
 
 
 def grad_after_free(w: World) -> Any:
@@ -338,11 +406,18 @@ OTHERS: dict[str, Case] = {
     "grad-then-backward": Case(grad_then_backward),
     "grad-behind-a-hook-that-writes": Case(grad_behind_a_hook_that_writes),
     "leaf-copy": Case(grad_of_a_leaf_copy),
+    "norms": Case(gradient_norm_of_the_weight),
     "penalty-x": refusable(penalty(lambda w, z: [w.x])),
     "penalty-z": refusable(penalty(lambda w, z: [z])),
     "penalty-backward": refusable(penalty(lambda w, z: [], via_backward=True)),
+    "node-prehook": Case(node_hook(True)),
+    "node-hook": Case(node_hook(False)),
+    "multi-all": Case(multi_grad_hook("all")),
+    "multi-any": Case(multi_grad_hook("any")),
+    "anomaly": Case(detect_anomaly),
     "backward-inputs-x": fused(backward_to(lambda w, z: [w.x])),
     "backward-inputs-z": Case(backward_to(lambda w, z: [z])),
+    "in-place-after-backward-hook": raises(RuntimeError, hook_in_place_after_backward_hook),
     "backward-twice": raises(RuntimeError, grad_after_free),
     "hook-without-grad": raises(RuntimeError, lambda w: w.z().detach().register_hook(lambda g: g)),
 }
