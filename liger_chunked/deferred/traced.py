@@ -34,13 +34,20 @@ from liger_chunked.deferred import request, sharded
 from liger_chunked.deferred.head import product
 from liger_chunked.deferred.lazy import outside_graphs
 from liger_chunked.deferred.logits import DeferredLogits
-from liger_chunked.private import at_end_of_trace, aten, python_number, transforms_are_active, without_torch_function
+from liger_chunked.private import (
+    HAS_STAND_INS,
+    at_end_of_trace,
+    aten,
+    python_number,
+    transforms_are_active,
+    without_torch_function,
+)
 from liger_chunked.shapes import shapes_only
 from liger_chunked.versions import release
 from liger_chunked.what_ran import RECORD, RECORDS
 
 # What this needs of Dynamo was tried with torch 2.11 and 2.13. An older one breaks the graph at a head that defers.
-IS_SERVED = release(torch.__version__) >= (2, 11)
+IS_SERVED = HAS_STAND_INS and release(torch.__version__) >= (2, 11)
 
 
 class _Made:
