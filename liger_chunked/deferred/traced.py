@@ -290,12 +290,9 @@ def _fused(key: str, name: str, args: Any, kwargs: Any) -> Any:
     z = args[0] if args else kwargs.get("input")
     asked = _asked(z)
     if name in ("cross_entropy", "nll_loss") and asked is not None:
-        target = args[1] if len(args) > 1 else kwargs["target"]
-        if asked.withhold and not target.is_floating_point():
-            reduction = args[6] if len(args) > 6 else kwargs.get("reduction", "mean")
-            dtype = _FUNCTIONS[key](z.new_zeros(1, 2), target.new_zeros(1)).dtype
+        if asked.withhold and (zero := _zero_loss(key, *args, **kwargs)) is not None:
             asked.gave_zero = True
-            return target.new_zeros(target.shape if reduction == "none" else (), dtype=dtype)
+            return zero
         if asked.accuracy:
             result, accuracy = _operator(key, args, kwargs, True)
             asked.accuracies.append(accuracy.detach())
@@ -309,6 +306,16 @@ def _fused(key: str, name: str, args: Any, kwargs: Any) -> Any:
         if dim == (args[1] if len(args) == 2 else kwargs.get("dim")) and not kwargs.keys() - {"dim"}:
             return lse
     return _operator(key, args, kwargs)
+
+
+def _zero_loss(key: str, input: Any, target: Any, *args: Any, **kwargs: Any) -> Tensor | None:
+    """Return zeros of the shape and dtype of a cross entropy; None for one with probabilities as its target."""
+    if target.is_floating_point():
+        return None
+    reduction = args[4] if len(args) > 4 else kwargs.get("reduction", "mean")
+    dtype = _FUNCTIONS[key](input.new_zeros(1, 2), target.new_zeros(1)).dtype
+    zero: Tensor = target.new_zeros(target.shape if reduction == "none" else (), dtype=dtype)
+    return zero
 
 
 def _asked(z: Any) -> request.Asked | None:
@@ -403,6 +410,11 @@ def _run(key: str, calls: Any, tree: Any, accuracy: bool, sizes: Sequence[int] =
     args, kwargs = (_decoded(x, logits, given, sizes) for x in tree)
     if key == "selected":
         return _selected(*args)
+    # torch 2.13 infers the shape () for a cross entropy without a reduction, if the lengths of its arguments are two
+    # symbols.
+    zero = _zero_loss(key, *args, **kwargs) if shapes_only() and key.endswith(("cross_entropy", "nll_loss")) else None
+    if zero is not None:
+        return (zero, zero.new_zeros((), dtype=torch.float32)) if accuracy else zero
     accuracies: list[Any] = []
     with request.requested(accuracies=accuracies if accuracy else None):
         result = _applied(key, args, kwargs)

@@ -342,6 +342,26 @@ def test_a_model_compiles_once_for_each_kind_of_length(backend):
     torch.testing.assert_close(loss, stock(ids[:, :-1], ids[:, 1:].contiguous())[1], rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_shifted_loss_compiles_once_for_each_kind_of_length(reduction):
+    """Its sizes are symbols of the compiler, those of logits and of the target different ones."""
+    head, x = made_head()
+    stock = copy.deepcopy(head)
+    defer_logits(head)
+
+    def loss(head: nn.Linear, x: Tensor, target: Tensor) -> Tensor:
+        z = head(x)[:, : x.shape[1] - 1].reshape(-1, V)
+        return F.cross_entropy(z, target[:, 1:].reshape(-1), reduction=reduction).square().sum()
+
+    compiled = torch.compile(lambda x, target: loss(head, x, target), fullgraph=True, backend="aot_eager")
+    for n in (6, 4, 5):
+        x, target = torch.randn(B, n, H, dtype=torch.float64, requires_grad=True), torch.randint(V, (B, n))
+        ours, exact = compiled(x, target), loss(stock, x, target)
+        torch.testing.assert_close(ours, exact)
+        torch.testing.assert_close(torch.autograd.grad(ours, x), torch.autograd.grad(exact, x))
+    assert counters["stats"]["unique_graphs"] == 2
+
+
 def deferring(model: Any) -> None:
     defer_logits(model.lm_head)
 
