@@ -259,6 +259,20 @@ def skip_frame(function: Callable[..., Any]) -> None:
         skip_code(function.__code__)
 
 
+def at_end_of_trace(function: Callable[[torch.fx.GraphModule], None]) -> bool:
+    """Call a function with the graph that Dynamo traces now, when it is complete. Dynamo runs this as it traces.
+
+    The fallback returns False: a head in the graph computes its logits.
+    """
+    current = find("torch._dynamo.symbolic_convert.InstructionTranslator.current_tx")
+    functions = None if current is None else getattr(getattr(current(), "output", None), "register_finalizer_fns", None)
+    if functions is None:
+        return False
+    if function not in functions:
+        functions.append(function)
+    return True
+
+
 def python_number(x: Any) -> Any:
     """Return a number of a compiled function as a constant of the graph. Dynamo traces this.
 

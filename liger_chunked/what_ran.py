@@ -9,6 +9,7 @@ A step records integers that its plan has anyway. It keeps no tensor alive, and 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import weakref
 from collections.abc import Iterator
@@ -91,6 +92,9 @@ def _size(n: int) -> str:
     return f"{n / 2**20:.1f} MiB" if n >= 2**20 / 10 else f"{n} bytes"
 
 
+_numbers = itertools.count()
+
+
 class Record:
     """The last steps that one loss or one head asked for. A copy of its owner has a record of its own.
 
@@ -99,9 +103,10 @@ class Record:
     - `apart`: why the last batch's prompts were computed once for each sequence
     - `real_logits`: what made the last call of the head compute its logits, and where
     - `said`: whether the line is in the log
+    - `number`: its key in `RECORDS`, by which a compiled graph names it
     """
 
-    __slots__ = ("apart", "owner", "real_logits", "said", "trained", "untrained")
+    __slots__ = ("__weakref__", "apart", "number", "owner", "real_logits", "said", "trained", "untrained")
 
     def __init__(self, owner: nn.Module | None = None) -> None:
         self.trained: Ran | None = None
@@ -110,6 +115,8 @@ class Record:
         self.apart: str | None = None
         self.real_logits: str | None = None
         self.said = False
+        self.number = next(_numbers)
+        RECORDS[self.number] = self
 
     def __reduce__(self) -> Any:
         return Record, ()
@@ -122,6 +129,7 @@ class Record:
             _LOGGER.info("%s", "; ".join(line.strip() for line in str(explain(owner)).splitlines()).replace(":;", ":"))
 
 
+RECORDS: weakref.WeakValueDictionary[int, Record] = weakref.WeakValueDictionary()
 # By head. A head keeps its record when it no longer defers, as after `train` of a patched trainer.
 _RECORDS: weakref.WeakKeyDictionary[nn.Module, Record] = weakref.WeakKeyDictionary()
 # By MLP: tokens of its last call in tiles, and tokens of a tile.

@@ -2,7 +2,7 @@
 
 Dynamo inlines `in_graph` in place of an entry point. It sorts the arguments into tensors and constants, and calls
 
-    fused(name, tensors, needs) -> [*values, *gradients]
+    fused(name, tensors, needs, sizes) -> [*values, *gradients]
 
 with the name of a `Call`, which holds the function and its constants. At run time the operator computes loss and
 gradients in its forward, as ever, so the compiled step takes the same products and has the same bits. A call whose
@@ -82,9 +82,12 @@ class Call:
         self.trains, self.autocast = trains, autocast
         self.module = None if module is None else weakref.ref(module)
 
-    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def __call__(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         own = () if self.module is None else (self._own(),)
-        result = self.function(*own, **dict(zip(self.names, tensors, strict=True)), **self.constants)
+        named: dict[str, Any] = dict(zip(self.names, tensors, strict=True))
+        if sizes:
+            named["sizes"] = sizes
+        result = self.function(*own, **named, **self.constants)
         values, self.form = _flat(result)
         return values
 
@@ -154,6 +157,11 @@ def _formed(values: Any, form: tuple[Any, ...]) -> Any:
         is_constant = cls is not TokenStats or name in _CONSTANT_STATISTICS
         found.append(x.detach() if x is not None and is_constant else x)
     return cls(*found)
+
+
+def formed(results: Sequence[Tensor], name: str) -> Any:
+    """Return the results of a call, of the operator's."""
+    return _formed(iter(results), form_of_call(name))
 
 
 _CONSTANT_STATISTICS = frozenset(OUTPUTS).difference(DIFFERENTIABLE)
@@ -250,8 +258,7 @@ def in_graph(function: str, positional: Sequence[str], args: tuple[Any, ...], kw
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     number = None if module is None else module._number
     call = name_of_call(function, number, tuple(names), tuple(constants), trains, autocast)
-    results = fused(call, tensors, needs)
-    return _formed(iter(results), form_of_call(call))
+    return formed(fused(call, tensors, needs, []), call)
 
 
 def _constant(x: Any) -> Any:
@@ -286,12 +293,12 @@ def _is_reduced(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
 
 
 @torch.library.custom_op("liger_chunked::fused", mutates_args=())
-def fused(name: str, tensors: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
+def fused(name: str, tensors: Sequence[Tensor], needs: Sequence[bool], sizes: Sequence[int]) -> list[Tensor]:
     call, (own, leaves) = _calls[name], _leaves(tensors, needs)
 
     def run() -> tuple[list[Tensor], Sequence[Tensor]]:
         with torch.set_grad_enabled(call.trains), call.surroundings(tensors[0].device):
-            values = call(own)
+            values = call(own, sizes)
             call.check_gradients(values, leaves)
             computes = leaves and _is_reduced(tensors, values)
             return values, torch.autograd.grad(values[0], leaves) if computes else ()
@@ -301,10 +308,10 @@ def fused(name: str, tensors: Sequence[Tensor], needs: Sequence[bool]) -> list[T
 
 
 @fused.register_fake
-def _(name: str, tensors: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
+def _(name: str, tensors: Sequence[Tensor], needs: Sequence[bool], sizes: Sequence[int]) -> list[Tensor]:
     call, (own, _) = _calls[name], _leaves(tensors, needs)
     with torch.set_grad_enabled(call.trains), computing_shapes(), call.surroundings(tensors[0].device):
-        values = call(own)
+        values = call(own, sizes)
     values = [x.new_empty(x.shape) for x in values]
     if not _is_reduced(tensors, values):
         return values
@@ -313,13 +320,13 @@ def _(name: str, tensors: Sequence[Tensor], needs: Sequence[bool]) -> list[Tenso
 
 @torch.library.custom_op("liger_chunked::fused_backward", mutates_args=())
 def fused_backward(
-    name: str, tensors: Sequence[Tensor], needs: Sequence[bool], upstream: Sequence[Tensor]
+    name: str, tensors: Sequence[Tensor], needs: Sequence[bool], sizes: Sequence[int], upstream: Sequence[Tensor]
 ) -> list[Tensor]:
     call, (own, leaves) = _calls[name], _leaves(tensors, needs)
 
     def run() -> list[Tensor]:
         with call.surroundings(tensors[0].device):
-            values = call(own)
+            values = call(own, sizes)
             pairs = [(x, g) for x, g in zip(values, upstream, strict=True) if x.requires_grad]
             outputs, gradients = zip(*pairs, strict=True)
             return list(torch.autograd.grad(outputs, leaves, gradients))
@@ -328,7 +335,9 @@ def fused_backward(
 
 
 @fused_backward.register_fake
-def _(name: str, tensors: Sequence[Tensor], needs: Sequence[bool], upstream: Sequence[Tensor]) -> list[Tensor]:
+def _(
+    name: str, tensors: Sequence[Tensor], needs: Sequence[bool], sizes: Sequence[int], upstream: Sequence[Tensor]
+) -> list[Tensor]:
     return [x.new_empty(x.shape) for x, need in zip(tensors, needs, strict=True) if need]
 
 
@@ -339,9 +348,9 @@ def _refuse(*_: Any) -> Any:
 fused_backward.register_autograd(_refuse)
 
 
-def _save(ctx: Any, inputs: tuple[str, Sequence[Tensor], Sequence[bool]], output: list[Tensor]) -> None:
-    name, tensors, needs = inputs
-    ctx.name, ctx.needs, ctx.n_values = name, needs, len(output)
+def _save(ctx: Any, inputs: tuple[str, Sequence[Tensor], Sequence[bool], Sequence[int]], output: list[Tensor]) -> None:
+    name, tensors, needs, sizes = inputs
+    ctx.name, ctx.needs, ctx.sizes, ctx.n_values = name, needs, sizes, len(output)
     ctx.is_reduced = _is_reduced(tensors, output)
     if ctx.is_reduced:
         ctx.n_values -= sum(needs)
@@ -350,13 +359,14 @@ def _save(ctx: Any, inputs: tuple[str, Sequence[Tensor], Sequence[bool]], output
         ctx.save_for_backward(*tensors)
 
 
-def _backward(ctx: Any, upstream: Sequence[Tensor]) -> tuple[None, list[Tensor | None], None]:
+def _backward(ctx: Any, upstream: Sequence[Tensor]) -> tuple[None, list[Tensor | None], None, Any]:
     if ctx.is_reduced:
         found = [g * upstream[0].to(g.dtype) for g in ctx.saved_tensors]
     else:
-        found = fused_backward(ctx.name, ctx.saved_tensors, ctx.needs, upstream[: ctx.n_values])
+        found = fused_backward(ctx.name, ctx.saved_tensors, ctx.needs, ctx.sizes, upstream[: ctx.n_values])
     gradients = iter(found)
-    return None, [next(gradients) if need else None for need in ctx.needs], None
+    # An empty list counts as a list of tensors.
+    return None, [next(gradients) if need else None for need in ctx.needs], None, None if ctx.sizes else []
 
 
 fused.register_autograd(_backward, setup_context=_save)

@@ -45,7 +45,7 @@ SCENARIOS = {
     "numbers_of_the_host": "_assert_async _foreach_add_",
     "selective": "_pop_mode",
     "tensor_kinds": "_functional_collectives fake_tensor",
-    "patched": "_buffers _backward_pre_hooks _global_forward_hooks _loss_function",
+    "patched": "current_tx _buffers _backward_pre_hooks _global_forward_hooks _loss_function",
     "replicated": "_buffers",
     "deferred_in_ranks": "_module_state_mapping _sharding_strategy",
     "parallel": "_distribute_module_applied",

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_chunked.deferred import quantized, request, sharded
+from liger_chunked.deferred import quantized, request, sharded, traced
 from liger_chunked.deferred.head import OWNER, product
-from liger_chunked.deferred.lazy import outside_graphs
+from liger_chunked.deferred.lazy import PLAIN, outside_graphs
 from liger_chunked.deferred.projection import projections_in
 from liger_chunked.deferred.swap import STOCK, Patch, patch_of, set_patch
 from liger_chunked.kernels.operands import all_plain
@@ -24,6 +24,7 @@ from liger_chunked.types import budget_bytes
 from liger_chunked.what_ran import RECORD, record_of
 
 _LOGGER = logging.getLogger("liger_chunked")
+_is_traced = torch.compiler.is_dynamo_compiling
 
 SETTINGS = "_liger_deferral"  # attribute of a head and of the layers in it that multiply
 
@@ -54,12 +55,16 @@ class DeferringLayer(Patch):
         stock, stock_call = cls.forward, cls.__call__
 
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if _may_defer(self) and _is_changed(self):
+            if _may_defer(self) and _is_changed(self) and not _in_graph(self):
                 return _called_with_layouts(self, stock_call, args, kwargs)
             return stock_call(self, *args, **kwargs)
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if _may_defer(self):
+                if _in_graph(self):
+                    asked = vars(vars(self).get(OWNER, self)).get(request.ASKED)
+                    if asked is not None or not request.ACTIVE:
+                        return traced.called(self, stock, vars(self).get(SETTINGS), asked, args, kwargs)
                 return _called(self, stock, args, kwargs)
             return stock(self, *args, **kwargs)
 
@@ -79,6 +84,11 @@ def _may_defer(layer: nn.Module) -> bool:
     settings: Deferral | None = layer.__dict__.get(SETTINGS)
     of_trainer = settings is not None and settings.of_trainer  # also a loop of one's own, on a model in evaluation mode
     return (of_trainer or not torch.is_grad_enabled()) and not torch.compiler.is_compiling()
+
+
+def _in_graph(layer: Any) -> bool:
+    """Whether Dynamo traces a call of a layer that can defer in a graph. Others break it."""
+    return _is_traced() and traced.IS_SERVED and type(layer.weight) in PLAIN and layer.weight.is_floating_point()
 
 
 def _is_changed(layer: nn.Module) -> bool:
@@ -287,7 +297,7 @@ def defer_logits(
         loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())  # fused
         handle.remove()
 
-    Works under autocast, DDP, FSDP and `torch.compile` (which breaks the graph there), in copies and pickles of the
+    Works under autocast, DDP, FSDP and `torch.compile` (`fullgraph=True` too), in copies and pickles of the
     model, and with PEFT's LoRA, quantized and tied weights. A forward hook of yours on `linear` gets real logits.
 
     Args:

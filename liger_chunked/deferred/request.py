@@ -42,6 +42,24 @@ def accuracy() -> list[Any] | None:
     return current().accuracies
 
 
+# Attribute of a head while a compiled graph may call it: what is asked of it, and the answers. `Request` is in a
+# thread-local, which Dynamo cannot trace.
+ASKED = "_liger_asked"
+
+
+class Asked:
+    """What a request says to a head inside a compiled graph.
+
+    - `defer`, `withhold`: as in `Request`; `accuracy`: whether cross entropies add to `accuracies`
+    - `gave_zero`: whether a cross entropy was withheld
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.defer, self.withhold, self.accuracy = request.defer, request.withhold, request.accuracies is not None
+        self.accuracies: list[Any] = []
+        self.gave_zero = False
+
+
 @contextlib.contextmanager
 def requested(**changes: Any) -> Iterator[Request]:
     """Change the current request inside the block."""

@@ -77,7 +77,7 @@ def test_two_models_share_their_graph(graphs):
         model.compile(backend=graphs)
         assert_same_step(step(model, arguments), stock)
         counts.append(graphs.frame_count)
-    assert counts[0] == counts[1] <= 3  # the head and the loss run between graphs
+    assert counts == [1, 1]
 
 
 def rows() -> tuple[Tensor, ...]:

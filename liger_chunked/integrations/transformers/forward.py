@@ -26,12 +26,13 @@ from transformers import PreTrainedModel
 
 from liger_chunked.deferred import Deferral, DeferredLogits, deferral_of, is_deferring, set_deferral
 from liger_chunked.deferred.defer import refusal_of
-from liger_chunked.deferred.lazy import REASON
-from liger_chunked.deferred.request import requested
+from liger_chunked.deferred.lazy import REASON, outside_graphs
+from liger_chunked.deferred.request import ASKED, Asked, current, requested
 from liger_chunked.deferred.swap import STOCK, Patch
 from liger_chunked.device import is_gpu
 from liger_chunked.integrations.transformers.detect import head_of, inner_model
 from liger_chunked.integrations.transformers.head_input import HeadFn, HeadInput, kept
+from liger_chunked.private import skip_frame, tracing_callback
 from liger_chunked.types import Head, LogitOptions
 
 STATE = "_liger_forward"  # attribute of a model
@@ -131,7 +132,8 @@ def hold_head(model: PreTrainedModel) -> None:
     A shallow copy of a model shares its head, and may have another state.
     """
     head = head_of(model)
-    if head is None or (torch.compiler.is_compiling() and hasattr(type(head), "_liger_defers")):
+    # Dynamo cannot trace the rest, which an earlier call has done; a head with an adapter keeps its class.
+    if head is None or (torch.compiler.is_compiling() and is_deferring(head)):
         return
     _hold(model, head)
 
@@ -155,6 +157,10 @@ def _outside(
 ) -> Any:
     """Call a model whose keywords no wrapper of its forward would know."""
     global _WAITING
+    if tracing_callback() is not None:
+        # From now on Dynamo compiles what these call, and breaks no graph here. Functions that call them inline them.
+        skip_frame(type(model).__call__)
+        skip_frame(type(model).forward)
     plan = _planned(model, args, kwargs)
     before, _INNERMOST.plan = getattr(_INNERMOST, "plan", None), plan
     with _COUNT:
@@ -177,11 +183,14 @@ def _inside(model: PreTrainedModel, stock: Callable[..., Any], args: tuple[Any, 
     if not _KEYWORDS.isdisjoint(kwargs):  # `model.forward(...)`, as PEFT calls it
         plan = _planned(model, args, kwargs)
         with plan.request():
+            if tracing_callback() is not None:
+                return plan.finish(plan.run_compiled(stock, plan.args, plan.arguments))
             return plan.finish(stock(model, *plan.args, **plan.arguments))
-    outputs = stock(model, *args, **kwargs)
     if plan is None or plan.finished or plan.model is not model:
-        return outputs
-    return plan.finish(outputs)
+        return stock(model, *args, **kwargs)
+    if tracing_callback() is not None:
+        return plan.finish(plan.run_compiled(stock, args, kwargs))
+    return plan.finish(stock(model, *args, **kwargs))
 
 
 class _Plan:
@@ -190,10 +199,30 @@ class _Plan:
     def __init__(self, model: PreTrainedModel, args: tuple[Any, ...], arguments: dict[str, Any]) -> None:
         self.model, self.args, self.arguments, self.finished = model, args, arguments, False
         self.sources: list[Any] = []  # of the heads' calls
+        self.gave_zero = False  # whether a cross entropy was withheld in a compiled graph
 
     def request(self) -> Any:
         raise NotImplementedError
 
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+    def run_compiled(self, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the stock forward, which Dynamo compiles."""
+        head = head_of(self.model)
+        if head is None:
+            return stock(self.model, *args, **kwargs)
+        request = current()
+        before, asked = vars(head).get(ASKED), Asked(request)
+        vars(head)[ASKED] = asked
+        try:
+            outputs = stock(self.model, *args, **kwargs)
+        finally:
+            vars(head)[ASKED] = before
+        self.gave_zero = asked.gave_zero
+        if request.accuracies is not None:
+            request.accuracies.extend(asked.accuracies)
+        return outputs
+
+    @outside_graphs
     def finish(self, outputs: Any) -> Any:
         """Return the result of the call. The code in it may run other models: nothing is asked of these."""
         self.finished = True
@@ -213,6 +242,7 @@ def _parameters(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(forward).parameters
 
 
+@outside_graphs
 def _planned(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Plan:
     args, kwargs = _named(model, args, kwargs)
     state = state_of(model)
@@ -324,7 +354,7 @@ class _HeadCall(_Plan):
                 self.of_loss["shift_labels"],
                 None if num_items is None else _at_least_one(num_items),
                 getattr(outputs, "aux_loss", None),
-                getattr(outputs, "loss", None) if self.own_loss and logits.gave_zero else None,
+                getattr(outputs, "loss", None) if self.own_loss and (self.gave_zero or logits.gave_zero) else None,
             )
             return self.head_fn(head, input)
 
