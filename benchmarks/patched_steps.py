@@ -1,4 +1,4 @@
-"""Time whole SFT and DPO steps of a model unchanged and patched, eager and with compiled layers, in turns.
+"""Time whole SFT and DPO steps of a model unchanged and patched, eager, with compiled layers and compiled, in turns.
 
     python -m benchmarks.patched_steps                              SmolLM2-135M, Qwen2.5-0.5B and Llama-3.2-1B
     python -m benchmarks.patched_steps smollm2-135m:4:256           model:sequences:length
@@ -12,6 +12,7 @@ PyTorch on the model's logits, without a reference: half of the sequences are ch
     host       median until the host has launched forward and backward
     MiB        peak above weights and optimizer state
     of stock   ms over stock's, of the same run, eager or compiled like itself
+    compiled   no, each of its layers (`layer.compile()`), or the model (`model.compile()`)
 """
 
 from __future__ import annotations
@@ -77,13 +78,12 @@ LOSSES: dict[str, Callable[[PreTrainedModel, Tensor], Tensor]] = {"SFT": sft, "D
 class Contender:
     """A model that trains; `parts()` runs a step and returns the host's seconds of its two passes, and all seconds."""
 
-    def __init__(self, name: str, loss: str, ids: Tensor, patched: Any, compiled: bool) -> None:
+    def __init__(self, name: str, loss: str, ids: Tensor, patched: Any, compiled: str) -> None:
         self.model = models.build(name, checkpointing=ids.numel() >= CHECKPOINTED)
         self.patched = patched(self.model, fused=True)
         self.patched.__enter__()
-        if compiled:
-            for layer in self.model.model.layers:
-                layer.compile()
+        for part in {"no": (), "layers": self.model.model.layers, "model": (self.model,)}[compiled]:
+            part.compile()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, fused=True)
         self.loss, self.ids = LOSSES[loss], ids
 
@@ -101,7 +101,7 @@ class Contender:
         self.patched.__exit__(None, None, None)
 
 
-def measure(shape: str, loss: str, compiled: bool, contenders: dict[str, Any], turns: int) -> list[dict[str, Any]]:
+def measure(shape: str, loss: str, compiled: str, contenders: dict[str, Any], turns: int) -> list[dict[str, Any]]:
     name, batch, length = shape.split(":")
     torch.manual_seed(1)
     ids = torch.randint(models.vocabulary(name), (int(batch), int(length)), device=DEVICE)
@@ -132,17 +132,16 @@ def main() -> Path:
     parser.add_argument("--seconds", type=float, default=3600, help="start no table after this time")
     parser.add_argument("--parts", action="store_true", help="time the head and the layers alone as well")
     parser.add_argument("--losses", nargs="+", default=list(LOSSES), choices=LOSSES)
-    parser.add_argument("--layers", nargs="+", default=["eager", "compiled"], choices=["eager", "compiled"])
+    parser.add_argument("--compiled", nargs="+", default=["no", "layers"], choices=["no", "layers", "model"])
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     given = parser.parse_args()
     kept = RowsFile(given.out, "patched_steps")
     end = time.monotonic() + given.seconds
     for shape in given.shapes:
-        for layers in given.layers:
+        for compiled in given.compiled:
             for loss in given.losses:
                 if time.monotonic() > end:
                     return kept.path
-                compiled = layers == "compiled"
                 for row in measure(shape, loss, compiled, PARTS if given.parts else WHOLE, given.turns):
                     kept.add(row)
                     print(row, flush=True)
