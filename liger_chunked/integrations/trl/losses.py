@@ -229,7 +229,7 @@ class LossMixin(ServedTrainer):
     ) -> Any:
         if self.loss_override is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        with self._with_heads():
+        with self.heads_set():
             value, model_inputs = self._compute_own_loss(model, inputs, num_items_in_batch)
             if not return_outputs:
                 return value
@@ -647,7 +647,7 @@ class DistillationMixin(LossMixin):
         return_outputs: bool = False,
         num_items_in_batch: int | Tensor | None = None,
     ) -> Any:
-        with self._with_heads():
+        with self.heads_set():
             value, _ = self._compute_own_loss(model, inputs, num_items_in_batch)
         return (value, None) if return_outputs else value
 

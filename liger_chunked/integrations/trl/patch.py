@@ -52,10 +52,10 @@ _Trainer: Any = _BaseTrainer  # whose subclasses have attributes that it lacks
 
 
 def _with_heads_set(name: str, *, until_end: bool = False) -> Any:
-    """Return a method that calls TRL's of this name with the heads set; `until_end`: see `_with_heads`."""
+    """Return a method that calls TRL's of this name with the heads set; `until_end`: see `heads_set`."""
 
     def method(self: ServedTrainer, *args: Any, **kwargs: Any) -> Any:
-        with self._with_heads(until_end=until_end):
+        with self.heads_set(until_end=until_end):
             return getattr(super(ServedTrainer, self), name)(*args, **kwargs)
 
     method.__name__ = name
@@ -69,7 +69,7 @@ class ServedTrainer(_Trainer):
     _depth = 0
 
     @contextmanager
-    def _with_heads(self, *, until_end: bool = False) -> Iterator[None]:
+    def heads_set(self, *, until_end: bool = False) -> Iterator[None]:
         """Set the heads; `until_end`: and take them off after the outermost call."""
         self._heads.set(language_models(vars(self).values()))
         self._depth += 1
