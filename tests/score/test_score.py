@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
-from eager.token_stats import OUTPUTS, token_stats
+from eager.token_stats import token_stats
 from model_zoo import BY_ID
 from peft import LoraConfig, get_peft_model
 from spies import Memory, flop_counter
@@ -28,7 +28,7 @@ from liger_chunked import (
     score,
     teacher_top_k,
 )
-from liger_chunked.types import Head
+from liger_chunked.types import OUTPUTS, Head
 
 # A plain head, a softcap, a scale, a bias and layer norms, experts, tied weights, an encoder and a decoder.
 FAMILIES = ["llama", "gemma2", "cohere", "granite", "phi", "qwen3_moe", "gpt2"]
