@@ -56,10 +56,14 @@ class Ran(NamedTuple):
     kept: tuple[int, int] | None = None
 
     @property
+    def by_kernels(self) -> bool:
+        return use_triton(torch.empty(0, dtype=self.dtype, device=self.device))
+
+    @property
     def code(self) -> str:
         """Whether kernels or PyTorch computed it, and why."""
         kind = self.device.type
-        if use_triton(torch.empty(0, dtype=self.dtype, device=self.device)):
+        if self.by_kernels:
             epilogue = ", logits reduced in the epilogue of their product" if self.path == "epilogue" else ""
             return f"Triton kernels on {kind}{epilogue}"
         if self.dtype == torch.float64:
@@ -252,7 +256,12 @@ class Explanation:
             n, tile = self.tiled
             lines.append(f"  MLPs: {n} tokens in {_count(-(-n // tile), 'tile')} of at most {tile}")
         lines += [f"  {note}" for note in self.notes]
-        return "\n".join([f"What ran in {self.name}:", *lines, *([] if self.layers is None else [str(self.layers)])])
+        if self.layers is not None:
+            ran = [*self.trained.values(), *self.untrained.values()]
+            if ran and not any(step.by_kernels for step in ran):
+                lines.append("  patched layers outside tiles: stock code, because no kernel runs here")
+            lines.append(str(self.layers))
+        return "\n".join([f"What ran in {self.name}:", *lines])
 
 
 def _of(name: str) -> str:
