@@ -61,7 +61,7 @@ class _Made:
     logits: dict[int, Any]
 
     def __init__(self) -> None:
-        self.n_steps, self.written = 0, False
+        self.n_steps, self.written, self.with_grad = 0, False, torch.is_grad_enabled()
 
 
 class _Call(NamedTuple):
@@ -154,6 +154,9 @@ class TracedLogits(Tensor):
         kwargs = kwargs or {}
         key, logits = _key_of(func), [x for x in (*args, *kwargs.values()) if _has_expression(x)]
         name = key.rpartition(".")[2]
+        for z in logits:
+            if torch.is_grad_enabled() != z._expression.made.with_grad:  # an expression holds no grad mode
+                return func(*_plain(args), **_plain(kwargs))
         if name in _FUSED and logits and _is_fused(name, args, kwargs):
             return _fused(key, name, args, kwargs)
         result = func(*_plain(args), **_plain(kwargs))
