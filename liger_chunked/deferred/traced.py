@@ -61,7 +61,15 @@ class _Made:
     logits: dict[int, Any]
 
     def __init__(self) -> None:
-        self.n_steps, self.written, self.with_grad = 0, False, torch.is_grad_enabled()
+        self.n_steps, self.written = 0, False
+
+
+def _autocast(device: str) -> torch.dtype | None:
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def _under(device: str, dtype: torch.dtype | None) -> Any:
+    return torch.autocast(device, dtype, enabled=dtype is not None)
 
 
 class _Call(NamedTuple):
@@ -92,12 +100,20 @@ class _Step(NamedTuple):
         return self.key.rpartition(".")[2]
 
 
+def _call_of(x: Any) -> _Call:
+    """Return the call of a head that an expression comes from, the first of several."""
+    while isinstance(x, _Step):
+        x = next(y for y in x.args if isinstance(y, (_Call, _Step)))
+    found: _Call = x
+    return found
+
+
 def _product(call: _Call) -> Any:
     """Return the `DeferredLogits` of a call; real logits for shapes alone, or if no loss can compute them."""
     device = call.hidden.device.type
     with (
         torch.set_grad_enabled(call.with_grad and torch.is_grad_enabled()),
-        torch.autocast(device, call.autocast, enabled=call.autocast is not None),
+        _under(device, call.autocast),
     ):
         if shapes_only() or sharded.keep_gathered(call.layer, call.weight) is not None:
             return F.linear(call.hidden, call.weight, call.bias)
@@ -121,7 +137,10 @@ def _logits(x: Any) -> Any:
             if isinstance(x, _Call):
                 known[number] = _product(x)
             else:
-                known[number] = _applied(x.key, _logits(x.args), _logits(x.kwargs))
+                args, kwargs = _logits(x.args), _logits(x.kwargs)
+                call = _call_of(x)
+                with _under(call.hidden.device.type, call.autocast):
+                    known[number] = _applied(x.key, args, kwargs)
         return known[number]
     if isinstance(x, (list, tuple)):
         return tuple(map(_logits, x))
@@ -155,7 +174,7 @@ class TracedLogits(Tensor):
         key, logits = _key_of(func), [x for x in (*args, *kwargs.values()) if _has_expression(x)]
         name = key.rpartition(".")[2]
         for z in logits:
-            if torch.is_grad_enabled() != z._expression.made.with_grad:  # an expression holds no grad mode
+            if torch.is_grad_enabled() != _call_of(z._expression).with_grad:  # a step holds no grad mode
                 return func(*_plain(args), **_plain(kwargs))
         if name in _FUSED and logits and _is_fused(name, args, kwargs):
             return _fused(key, name, args, kwargs)
@@ -232,10 +251,8 @@ def called(
         defers = asked.defer
     if not defers or not _starts():
         return z
-    device = args[0].device.type
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    call = _Call(layer, settings, args[0], layer.weight, layer.bias, torch.is_grad_enabled(), autocast, _Made(), asked)
-    return _traced(z, call)
+    grad, autocast = torch.is_grad_enabled(), _autocast(args[0].device.type)
+    return _traced(z, _Call(layer, settings, args[0], layer.weight, layer.bias, grad, autocast, _Made(), asked))
 
 
 def _recorded(key: str, args: Any, kwargs: Any, result: Tensor) -> Any:
@@ -245,6 +262,9 @@ def _recorded(key: str, args: Any, kwargs: Any, result: Tensor) -> Any:
     if written or not logits or not _is_simple(args) or any(isinstance(x, Tensor) for x in kwargs.values()):
         return result
     made = logits[0]._expression.made
+    call = _call_of(logits[0]._expression)
+    if call.autocast != _autocast(call.hidden.device.type):
+        return result
     made.n_steps += 1
     args = tuple([x._expression if isinstance(x, TracedLogits) else x for x in args])
     return _traced(result, _Step(made.n_steps, made, key, args, kwargs))
@@ -322,13 +342,7 @@ def _zero_loss(key: str, input: Any, target: Any, *args: Any, **kwargs: Any) -> 
 
 
 def _asked(z: Any) -> request.Asked | None:
-    if not _has_expression(z):
-        return None
-    x: Any = z._expression
-    while isinstance(x, _Step):
-        x = x.args[0]
-    asked: request.Asked | None = x.asked if isinstance(x, _Call) else None
-    return asked
+    return _call_of(z._expression).asked if _has_expression(z) else None
 
 
 def _operator(key: str, args: Any, kwargs: Any, accuracy: bool = False) -> Any:
@@ -337,7 +351,7 @@ def _operator(key: str, args: Any, kwargs: Any, accuracy: bool = False) -> Any:
     tree = parts.encoded(args, True), parts.encoded(kwargs, True)
     trains = torch.is_grad_enabled() and not key.endswith("argmax")
     device = parts.device
-    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    autocast = _autocast(device.type)
     names = tuple([f"x{i}" for i in range(len(parts.tensors))])
     constants = (("key", key), ("calls", tuple(parts.calls)), ("tree", tree), ("accuracy", accuracy))
     call = whole_graph.name_of_call("deferred", None, names, constants, trains, autocast)
@@ -410,7 +424,8 @@ def _run(key: str, calls: Any, tree: Any, accuracy: bool, sizes: Sequence[int] =
         options = SimpleNamespace(logits_budget=settings[0], of_trainer=settings[1])
         layer: Any = Linear(**{RECORD: record})
         logits.append(_product(_Call(layer, options, *tensors_of_call, with_grad, autocast, _Made(), None)))
-    args, kwargs = (_decoded(x, logits, given, sizes) for x in tree)
+    with _under(given[hidden].device.type, autocast):  # of the call, under which all steps ran
+        args, kwargs = (_decoded(x, logits, given, sizes) for x in tree)
     if key == "selected":
         return _selected(*args)
     # torch 2.13 infers the shape () for a cross entropy without a reduction, if the lengths of its arguments are two
@@ -462,7 +477,7 @@ def _drop_unread(module: torch.fx.GraphModule) -> None:
     _check_written(nodes, writes)
     output = nodes[-1]
     results = [x for x in output.all_input_nodes if x.op != "placeholder"]
-    leaving = [x for x in results if x.target is _MARK]
+    leaving = [x for x in results if x.target is _MARK and not _changed_later(nodes, writes)]
     read = _ancestors([x for x in results if x not in leaving] + writes)
     for z in leaving:
         if not any(x.target is _MARK and x in read for x in _ancestors([z])):
@@ -479,6 +494,7 @@ def _check_written(nodes: list[torch.fx.Node], writes: list[torch.fx.Node]) -> N
     backward, or gets real logits.
     """
     places = {node: i for i, node in enumerate(nodes)}
+    changed = {write: {_storage(x) for x in _written_by(write)} for write in writes}
     for node in nodes:
         if getattr(node.target, "__name__", "") not in ("fused", "fused.default"):
             continue
@@ -487,7 +503,7 @@ def _check_written(nodes: list[torch.fx.Node], writes: list[torch.fx.Node]) -> N
             for head in heads:
                 for write in writes:
                     between = places[head] < places[write] < places[node]
-                    if between and _storage(write.all_input_nodes[0]) in (_storage(x), _storage(head)):
+                    if between and changed[write] & {_storage(x), _storage(head)}:
                         raise RuntimeError(
                             "deferred logits, their hidden states or their weight are changed in place before a loss "
                             "of these logits, in a compiled graph: change a copy, or compute the loss before"
@@ -499,10 +515,33 @@ def _storage(node: torch.fx.Node) -> Any:
     return StorageWeakRef(value.untyped_storage()) if isinstance(value, Tensor) else node
 
 
+def _changed_later(nodes: list[torch.fx.Node], writes: list[torch.fx.Node]) -> bool:
+    """Whether a graph changes in place what a head read, after the head: logits that leave are then computed before."""
+    places = {node: i for i, node in enumerate(nodes)}
+    for write in writes:
+        changed = {_storage(x) for x in _written_by(write)}
+        for head in nodes[: places[write]]:
+            is_head = any(x.target is _MARK for x in head.users)
+            if is_head and not changed.isdisjoint(map(_storage, head.all_input_nodes)):
+                return True
+    return False
+
+
 def _writes_node(node: torch.fx.Node) -> bool:
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    writes = _is_write(name) or "out" in node.kwargs or bool(node.kwargs.get("inplace"))
-    return node.op.startswith("call_") and writes and bool(node.all_input_nodes)
+    return node.op.startswith("call_") and bool(_written_by(node))
+
+
+def _written_by(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """Return the arguments that an operation of a graph changes in place."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        schema = node.target._schema.arguments
+        given = {x.name: value for x, value in zip(schema, node.args, strict=False)} | dict(node.kwargs)
+        written: Any = [given.get(x.name) for x in schema if x.alias_info is not None and x.alias_info.is_write]
+    else:
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        first = _is_write(name) or bool(node.kwargs.get("inplace"))
+        written = [node.kwargs.get("out"), node.args[0] if first and node.args else None]
+    return [x for x in torch.utils._pytree.tree_leaves(written) if isinstance(x, torch.fx.Node)]
 
 
 def _ancestors(nodes: list[torch.fx.Node]) -> set[torch.fx.Node]:

@@ -195,6 +195,64 @@ def test_changes_in_place_that_a_loss_would_not_see_raise(what):
         compiled(x, False)
 
 
+CHOSEN = TARGET.clamp(min=0)[..., None]
+
+
+def old_and_new(z: Tensor) -> Tensor:
+    with torch.no_grad():
+        z.gather(-1, CHOSEN)
+    return (z.logsumexp(-1) - z.gather(-1, CHOSEN)[..., 0]).mean()
+
+
+def old_alone(z: Tensor) -> Tensor:
+    with torch.no_grad():
+        old = z.log_softmax(-1)
+    return z.tanh().sum() - old.gather(-1, CHOSEN).mean()
+
+
+@pytest.mark.parametrize("loss", [old_and_new, old_alone])
+def test_logits_under_another_grad_mode(loss):
+    gradients = []
+    for defers in (False, True):
+        head, x = made_head()
+        if defers:
+            defer_logits(head)
+        torch.compile(lambda x, head=head: loss(head(x)), fullgraph=True, backend="aot_eager")(x).backward()
+        gradients.append((head.weight.grad, x.grad))
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
+def by_out(h: Tensor) -> None:
+    torch.mul(torch.ones_like(h), 2.0, out=h)
+
+
+WRITES = {
+    "out=": by_out,
+    "foreach": lambda h: torch._foreach_mul_([torch.ones_like(h), h], 2.0),
+    "an operator": lambda h: torch.ops.aten.copy_.default(h, torch.ones_like(h)),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("leaves", [False, True])
+def test_hidden_states_changed_without_grad_raise(leaves, write):
+    """As in eager code: the weight's gradient would be of the changed hidden states."""
+    if leaves and write == "foreach":
+        pytest.skip("torch.compile itself does not raise for a head of torch's own")
+    head, x = made_head()
+    defer_logits(head)
+
+    def run(x: Tensor) -> Tensor:
+        hidden = x.detach().clone()
+        z = head(hidden)
+        with torch.no_grad():
+            WRITES[write](hidden)
+        return z if leaves else F.cross_entropy(z.view(-1, V), TARGET.view(-1))
+
+    with pytest.raises(RuntimeError, match=r"changed in place|modified by an inplace operation"):
+        torch.compile(run, backend="aot_eager")(x).sum().backward()
+
+
 # Logits that leave the graph
 
 
