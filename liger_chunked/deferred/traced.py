@@ -541,7 +541,8 @@ def _written_by(node: torch.fx.Node) -> list[torch.fx.Node]:
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
         first = _is_write(name) or bool(node.kwargs.get("inplace"))
         written = [node.kwargs.get("out"), node.args[0] if first and node.args else None]
-    return [x for x in torch.utils._pytree.tree_leaves(written) if isinstance(x, torch.fx.Node)]
+    tensors = [y for x in written for y in (x if isinstance(x, (list, tuple)) else (x,))]
+    return [x for x in tensors if isinstance(x, torch.fx.Node)]
 
 
 def _ancestors(nodes: list[torch.fx.Node]) -> set[torch.fx.Node]:
