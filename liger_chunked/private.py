@@ -132,6 +132,9 @@ _AUTOGRAD_KEYS = ("AutogradFunctionality", "ADInplaceOrView", "AutogradOther", "
 def with_autograd(function: Callable[[], Any]) -> Any:
     """Call a function with autograd, from an operation of a tensor subclass, below which there is none.
 
+    A backward in it stays in this thread: under a dispatch mode, such as that of a compiled graph's first run, torch's
+    threads for devices fail an assertion ("tls_on_entry.has_value()").
+
     The fallback calls it in a thread, which starts with autograd.
     """
     if None in (_ForceKeys, _included_keys, _excluded_keys, _Key):
@@ -139,7 +142,7 @@ def with_autograd(function: Callable[[], Any]) -> Any:
     included, excluded = _included_keys(), _excluded_keys()
     for name in _AUTOGRAD_KEYS:
         excluded = excluded.remove(getattr(_Key, name))
-    with _ForceKeys(included, excluded), torch.enable_grad():
+    with _ForceKeys(included, excluded), torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
         return function()
 
 

@@ -31,8 +31,8 @@ def installed(package: str) -> str | None:
         return None
     try:
         return version(package)
-    except PackageNotFoundError:  # a source tree on the path, perhaps
-        found: str = import_module(package).__version__
+    except PackageNotFoundError:  # a source tree on the path, or a folder that has a package's name
+        found: str | None = getattr(import_module(package), "__version__", None)
         return found
 
 

@@ -138,6 +138,15 @@ def test_builds_of_the_oldest_release(monkeypatch: pytest.MonkeyPatch, found: st
     assert versions.suffices("torch") == expected
 
 
+def test_a_folder_with_the_name_of_a_package_is_not_that_package(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "no_distribution").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(versions.OLDEST, "no_distribution", "1.0")
+    assert not versions.suffices("no_distribution")
+
+
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("code", "found", "error"),

@@ -370,15 +370,15 @@ class Decoder(nn.Module):
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_a_model_compiles_once_for_each_kind_of_length(backend):
+def test_a_model_compiles_once_for_each_kind_of_length(backend, device):
     torch.manual_seed(0)
-    model = Decoder().double()
+    model = Decoder().to(device, torch.float64)
     stock = copy.deepcopy(model)
     defer_logits(model.lm_head)
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, stock)]
     for i, length in enumerate((5, 7, 9, 12, 7, 5)):
-        ids = torch.randint(V, (2, length + 1))
+        ids = torch.randint(V, (2, length + 1), device=device)
         # The second length makes the sizes dynamic.
         with torch._dynamo.config.patch(error_on_recompile=i > 1):
             logits, loss = compiled(ids[:, :-1], ids[:, 1:].contiguous())
@@ -426,13 +426,13 @@ def deferring(model: Any) -> None:
 
 
 @pytest.mark.parametrize("patch", [deferring, apply_liger_kernel])
-def test_a_step_of_transformers_is_one_graph(patch):
+def test_a_step_of_transformers_is_one_graph(patch, device):
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": V, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1}
     config = transformers.LlamaConfig(**sizes, num_attention_heads=2, attn_implementation="eager")
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config).double().train()
-    ids = torch.randint(V, (2, 6))
+    model = transformers.LlamaForCausalLM(config).to(device, torch.float64).train()
+    ids = torch.randint(V, (2, 6), device=device)
 
     def loss_of(ids: Tensor) -> Tensor:
         out = model(input_ids=ids, labels=ids, use_cache=False)
