@@ -170,8 +170,14 @@ def _kept_out_of_graphs(name: str) -> str:
     return name
 
 
-# Dynamo runs this while it traces `call`. torch.compiler.assume_constant_result says so, but imports the compiler.
+def _is_exporting() -> bool:
+    """Return `torch.compiler.is_exporting()`, which is True in every graph that Dynamo of torch < 2.13 traces."""
+    return torch.compiler.is_exporting()
+
+
+# Dynamo runs these while it traces `call`. torch.compiler.assume_constant_result says so, but imports the compiler.
 _kept_out_of_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def entry_point(function: Function) -> Function:
@@ -228,7 +234,7 @@ def entry_point(function: Function) -> Function:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            if torch.compiler.is_exporting():
+            if _is_exporting():
                 raise RuntimeError(
                     "torch.export cannot trace a fused loss: the program would name a call of this process"
                 )

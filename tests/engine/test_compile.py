@@ -169,6 +169,17 @@ def test_export_is_refused():
         torch.export.export(Exported(), given, strict=False)
 
 
+def test_a_graph_cannot_build_a_loss():
+    batch = tokens(SMALL, seed=0)
+
+    def call() -> Tensor:
+        return LigerFusedLinearCrossEntropyLoss()(**batch)
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="build a loss once, before compiled code calls it"):
+        torch.compile(call, backend="eager", fullgraph=True)()
+    assert torch.equal(torch.compile(call, backend="eager")(), call())
+
+
 def test_no_graph_holds_kept_ids():
     batch = tokens(SMALL, seed=0)
     kept = KeptIds.from_lists([[int(y)] if y >= 0 else [] for y in batch["target"].flatten()])
