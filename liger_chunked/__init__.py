@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from liger_chunked.cache import TokenCache, read_cache, write_cache
     from liger_chunked.deferred import DeferHandle, DeferredLogits, defer_logits
     from liger_chunked.engine import linear_token_stats, shifted
+    from liger_chunked.fused_head import fused_lm_head
     from liger_chunked.integrations.transformers import (
         AutoLigerKernelForCausalLM as AutoLigerKernelForCausalLM,
     )
@@ -161,6 +162,7 @@ __all__ = [
     "defer_logits",
     "estimate_memory",
     "explain",
+    "fused_lm_head",
     "liger_cross_entropy",
     "liger_geglu",
     "liger_layer_norm",
@@ -201,7 +203,7 @@ _MODULES = (
 )
 _HOMES = (
     "types", "kept_ids", "teachers", "engine", "losses", "kernels", "layers", "modules", "memory", "deferred",
-    "scoring", "cache", "what_ran",
+    "scoring", "cache", "what_ran", "fused_head",
 )  # fmt: skip
 _OF_TRANSFORMERS = (
     "AutoLigerKernelForCausalLM",

@@ -124,8 +124,9 @@ loss = -(stats.logps + 0.01 * stats.entropy).mean()
 loss.backward()
 ```
 
-`softcap`, `logit_scale`, `temperature` and `logits_budget` are keywords. The losses
-are here too:
+`softcap`, `logit_scale`, `temperature` and `logits_budget` are keywords. `fused_lm_head` has the names of TRL's fused
+head. The stock loss of a transformers model runs without all logits after `kernel.defer_logits(model.lm_head)`. The
+losses are here too:
 
 ```python
 loss, metrics = kernel.LigerFusedLinearDPOLoss(beta=0.1, use_ref_model=False)(weight, hidden, target)

@@ -31,6 +31,7 @@ from trl.trainer import utils
 
 from liger_chunked.deferred.code import FORWARD_SLOTS, unwrapped
 from liger_chunked.engine import linear_token_stats
+from liger_chunked.fused_head import check_fields, fields_of, statistics_of
 from liger_chunked.integrations.transformers import HeadInput
 from liger_chunked.integrations.transformers.attach import NO_HEAD, check_head, rebind, update
 from liger_chunked.integrations.transformers.detect import STOCK, head_of, inner_model
@@ -43,21 +44,12 @@ from liger_chunked.types import Head, TokenStats
 # layers.
 HEAD_BUDGET = 512 * 2**20
 
-# Fields of TRL's output, and of `TokenStats`.
-STATISTICS = {
-    "log_probs": "logps",
-    "entropy": "entropy",
-    "log_sum_sq_probs": "log_sum_sq_probs",
-    "mean_logits": "mean_logits",
-    "is_top1": "is_top1",
-}
-
 
 @dataclass(frozen=True)
 class HeadSettings:
     """The arguments of TRL's `add_fused_lm_head`, and ours.
 
-    - `temperature`, `cast_lm_head_to_fp32`, `outputs` (keys of `STATISTICS`): TRL's
+    - `temperature`, `cast_lm_head_to_fp32`, `outputs` (of `fused_lm_head`): TRL's
     - `logits_budget`, `logits_dtype`: see `LogitOptions`
     - `share_prefix`: see `patch_trl`
     """
@@ -70,9 +62,7 @@ class HeadSettings:
     share_prefix: bool | str = False
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.outputs if name not in STATISTICS]
-        if unknown:
-            raise ValueError(f"outputs must be among {tuple(STATISTICS)}, got {unknown}")
+        check_fields(self.outputs)
 
 
 # The newest `Heads` of a model.
@@ -264,14 +254,11 @@ def fused_output(head: Head, input: HeadInput, *, settings: HeadSettings, kept: 
         head = Head(head.weight.float(), None if head.bias is None else head.bias.float())
         input = dataclasses.replace(input, hidden_states=input.hidden_states.float())
         autocast = torch.autocast(input.hidden_states.device.type, enabled=False)
-    names = tuple(dict.fromkeys(("log_probs", *settings.outputs)))
     options = {name: getattr(settings, name) for name in ("temperature", "logits_budget", "logits_dtype")}
     with autocast:
-        stats = head_stats(head, input, tuple(STATISTICS[name] for name in names), kept=kept, **options)
+        stats = head_stats(head, input, statistics_of(settings.outputs), kept=kept, **options)
     end = None if input.shift_labels is not None else -1  # TRL drops the last position
-    fields = {name: getattr(stats, STATISTICS[name])[:, :end] for name in names}
-    if "mean_logits" in fields:
-        fields["mean_logits"] = fields["mean_logits"].detach()
+    fields = {name: x[:, :end] for name, x in fields_of(stats, settings.outputs).items()}
     label_mask = input.target[:, :end] != -100
     num_items = input.num_items_in_batch
     if isinstance(num_items, Tensor):

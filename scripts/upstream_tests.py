@@ -1,0 +1,200 @@
+"""Run tests of TRL and of transformers on this library's head, and on their own.
+
+    python scripts/upstream_tests.py trl TRL/tests/test_kernels.py         of TRL's fused head, on `fused_lm_head`
+    python scripts/upstream_tests.py transformers SDIST llama gemma2       of models patched by `apply_liger_kernel_to_...`
+    python scripts/upstream_tests.py transformers SDIST llama --hub HUB    with `defer_logits` of a copy for the hub
+
+The files are those of a checkout of TRL, whose sdist has no tests, and of an unpacked sdist of transformers. Nothing in
+them is changed. Each suite runs twice; the end names the tests that differ. Arguments after `--` are pytest's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# The suite of a model's class; transformers keeps the classes of its models apart from the sdist.
+SUITE = """
+import unittest
+from transformers import AutoConfig, AutoModelForCausalLM
+from tests.test_modeling_common import ModelTesterMixin, ids_tensor
+from tests.test_training_mixin import TrainingTesterMixin
+
+SIZES = dict(vocab_size=99, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2,
+             num_key_value_heads=2, head_dim=16, max_position_embeddings=64, pad_token_id=0, bos_token_id=1,
+             eos_token_id=2)
+
+class Tester:
+    is_training, batch_size, seq_length, num_hidden_layers, hidden_size = True, 3, 7, 2, 32
+    vocab_size, num_attention_heads = 99, 2
+
+    def get_config(self):
+        return AutoConfig.for_model("{family}", **SIZES)
+
+    def prepare_config_and_inputs_for_common(self):
+        ids = ids_tensor([self.batch_size, self.seq_length], 99)
+        return self.get_config(), dict(input_ids=ids, attention_mask=ids.ne(-1).long())
+
+class ModelTest(ModelTesterMixin, TrainingTesterMixin, unittest.TestCase):
+    all_model_classes = (AutoModelForCausalLM._model_mapping[type(Tester().get_config())],)
+    all_generative_model_classes, test_torch_exportable = (), False
+
+    def setUp(self):
+        self.model_tester = Tester()
+"""
+
+
+class Missing(MetaPathFinder, Loader):
+    """Gives empty mixins for the test modules that an sdist of transformers leaves out."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self, is_package=True) if name.startswith("tests.") else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        class Module(ModuleType):
+            def __getattr__(self, name: str) -> type:
+                if name.startswith("__"):
+                    raise AttributeError(name)
+                return type(name, (), {})
+
+        return Module(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+class Plugin:
+    """Puts this library's head in place, and keeps the outcome of each test."""
+
+    def __init__(self, kind: str, families: list[str], hub: str | None, ours: bool) -> None:
+        self.outcomes: dict[str, str] = {}
+        if not ours:
+            return
+        if kind == "trl":
+            import trl.kernels
+
+            trl.kernels.ChunkedLogProbFunction = Head
+        elif hub is not None:
+            self._defer(hub)
+        else:
+            import liger_chunked
+
+            for family in families:
+                getattr(liger_chunked, f"apply_liger_kernel_to_{family}")()
+
+    def _defer(self, hub: str) -> None:
+        """Let each model that is built defer the logits of its head, by a copy of the library for the kernel hub."""
+        from transformers import PreTrainedModel
+
+        variant = Path(hub) / "build" / "torch-cpu"
+        name = json.loads((variant / "metadata.json").read_text())["id"]
+        spec = importlib.util.spec_from_file_location(name, variant / "__init__.py")
+        assert spec is not None and spec.loader is not None
+        kernel = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(kernel)
+        stock = PreTrainedModel.post_init
+
+        def post_init(model: Any) -> None:
+            stock(model)
+            if model.get_output_embeddings() is not None:
+                kernel.defer_logits(model.get_output_embeddings())
+
+        PreTrainedModel.post_init = post_init
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        name = report.nodeid.rpartition("::")[2] if "::" in report.nodeid else report.nodeid
+        key = f"{report.nodeid.split('::')[0].rpartition('/')[2]}::{name}"
+        if report.when == "call" or report.outcome != "passed":
+            self.outcomes[key] = report.outcome
+
+
+class Head:
+    """TRL's `ChunkedLogProbFunction` by `fused_lm_head`."""
+
+    @staticmethod
+    def apply(
+        hidden: Any,
+        weight: Any,
+        bias: Any,
+        labels: Any,
+        temperature: float,
+        chunk_size: int,
+        final_logit_softcapping: float | None = None,
+        logit_scale: float = 1.0,
+        outputs: tuple[str, ...] = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1"),
+    ) -> tuple[Any, ...]:
+        from liger_chunked.fused_head import FIELDS, fused_lm_head
+
+        fields = fused_lm_head(
+            hidden,
+            weight,
+            bias,
+            labels,
+            temperature=temperature,
+            final_logit_softcapping=final_logit_softcapping,
+            logit_scale=logit_scale,
+            outputs=outputs,
+        )
+        return tuple(fields.get(name) for name in FIELDS)
+
+
+def outcomes(given: argparse.Namespace, ours: bool, options: list[str]) -> dict[str, str]:
+    """Run the suites in this process, and return the outcome of each test."""
+    plugin = Plugin(given.suite, given.families, given.hub, ours)
+    if given.suite == "trl":
+        files, root = [str(given.path)], given.path.parent.parent
+    else:
+        root = given.path
+        sys.meta_path.append(Missing())
+        folder = Path(tempfile.mkdtemp())
+        files = [str(folder / f"test_{family}.py") for family in given.families]
+        for family, file in zip(given.families, files, strict=True):
+            Path(file).write_text(SUITE.replace("{family}", family))
+    sys.path.insert(0, str(root))
+    pytest.main([*files, "-q", "-p", "no:cacheprovider", f"--rootdir={root}", *options], plugins=[plugin])
+    return plugin.outcomes
+
+
+def main() -> None:
+    own, _, options = " ".join(sys.argv[1:]).partition(" -- ")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("suite", choices=["trl", "transformers"])
+    parser.add_argument("path", type=Path)
+    parser.add_argument("families", nargs="*")
+    parser.add_argument("--hub", help="folder that scripts/hub_kernel.py wrote")
+    parser.add_argument("--side", choices=["stock", "ours"], help=argparse.SUPPRESS)
+    given = parser.parse_args(own.split())
+    if given.side is not None:
+        print(json.dumps(outcomes(given, given.side == "ours", options.split())), file=sys.stderr)
+        return
+    found = {}
+    for side in ("stock", "ours"):  # each in its own process, because one patches classes
+        command = [sys.executable, __file__, *own.split(), "--side", side, "--", *options.split()]
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        result = subprocess.run(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path})
+        found[side] = json.loads(result.stderr.splitlines()[-1])
+    stock, ours = found["stock"], found["ours"]
+    for side, results in found.items():
+        counts = {kind: [*results.values()].count(kind) for kind in ("passed", "failed", "skipped")}
+        print(side, counts)
+    for name in sorted(stock.keys() | ours.keys()):
+        if stock.get(name) != ours.get(name):
+            print(f"{name}: stock {stock.get(name)}, ours {ours.get(name)}")
+
+
+if __name__ == "__main__":
+    main()
