@@ -1,7 +1,7 @@
 """Run tests of TRL and of transformers on this library's head, and on their own.
 
     python scripts/upstream_tests.py trl TRL/tests/test_kernels.py         of TRL's fused head, on `fused_lm_head`
-    python scripts/upstream_tests.py transformers SDIST llama gemma2       of models patched by `apply_liger_kernel_to_...`
+    python scripts/upstream_tests.py transformers SDIST llama gemma2       of models, after `apply_liger_kernel_to_*`
     python scripts/upstream_tests.py transformers SDIST llama --hub HUB    with `defer_logits` of a copy for the hub
 
 The files are those of a checkout of TRL, whose sdist has no tests, and of an unpacked sdist of transformers. Nothing in
