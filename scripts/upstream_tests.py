@@ -116,10 +116,9 @@ class Plugin:
         PreTrainedModel.post_init = post_init
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        name = report.nodeid.rpartition("::")[2] if "::" in report.nodeid else report.nodeid
-        key = f"{report.nodeid.split('::')[0].rpartition('/')[2]}::{name}"
         if report.when == "call" or report.outcome != "passed":
-            self.outcomes[key] = report.outcome
+            file, _, name = report.location
+            self.outcomes[f"{Path(file).name}::{name}"] = report.outcome
 
 
 class Head:
@@ -177,16 +176,18 @@ def main() -> None:
     parser.add_argument("families", nargs="*")
     parser.add_argument("--hub", help="folder that scripts/hub_kernel.py wrote")
     parser.add_argument("--side", choices=["stock", "ours"], help=argparse.SUPPRESS)
+    parser.add_argument("--kept", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args(own.split())
     if given.side is not None:
-        print(json.dumps(outcomes(given, given.side == "ours", options.split())), file=sys.stderr)
+        given.kept.write_text(json.dumps(outcomes(given, given.side == "ours", options.split())))
         return
     found = {}
     for side in ("stock", "ours"):  # each in its own process, because one patches classes
-        command = [sys.executable, __file__, *own.split(), "--side", side, "--", *options.split()]
+        kept = Path(tempfile.mkdtemp()) / "outcomes.json"
+        command = [sys.executable, __file__, *own.split(), "--side", side, "--kept", str(kept), "--", *options.split()]
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        result = subprocess.run(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path})
-        found[side] = json.loads(result.stderr.splitlines()[-1])
+        subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, check=True)
+        found[side] = json.loads(kept.read_text())
     stock, ours = found["stock"], found["ours"]
     for side, results in found.items():
         counts = {kind: [*results.values()].count(kind) for kind in ("passed", "failed", "skipped")}
