@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from liger_chunked.kernels.backend import refuse_second_derivative
 from liger_chunked.kernels.operands import named, other_leaves
-from liger_chunked.private import python_number, skip_frame, with_autograd
+from liger_chunked.private import python_number, with_autograd
 from liger_chunked.shapes import computing_shapes, shapes_only
 from liger_chunked.types import (
     DIFFERENTIABLE,
@@ -181,7 +181,6 @@ def number(module: nn.Module) -> None:
 # A graph names a loss by its number, which one that the graph builds cannot have.
 vars(number)["_torchdynamo_disable"] = True
 vars(number)["_torchdynamo_disable_msg"] = "build a loss once, before compiled code calls it"
-skip_frame(number)
 
 
 _PROCESS = uuid.uuid4().hex

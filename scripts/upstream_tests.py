@@ -117,8 +117,7 @@ class Plugin:
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when == "call" or report.outcome != "passed":
-            file, _, name = report.location
-            self.outcomes[f"{Path(file).name}::{name}"] = report.outcome
+            self.outcomes[report.nodeid] = report.outcome
 
 
 class Head:
@@ -157,13 +156,12 @@ def outcomes(given: argparse.Namespace, ours: bool, options: list[str]) -> dict[
     if given.suite == "trl":
         files, root = [str(given.path)], given.path.parent.parent
     else:
-        root = given.path
         sys.meta_path.append(Missing())
-        folder = Path(tempfile.mkdtemp())
+        root = folder = Path(tempfile.mkdtemp())
         files = [str(folder / f"test_{family}.py") for family in given.families]
         for family, file in zip(given.families, files, strict=True):
             Path(file).write_text(SUITE.replace("{family}", family))
-    sys.path.insert(0, str(root))
+    sys.path[:0] = [str(root), str(given.path)]
     pytest.main([*files, "-q", "-p", "no:cacheprovider", f"--rootdir={root}", *options], plugins=[plugin])
     return plugin.outcomes
 
