@@ -183,7 +183,8 @@ def mark_exhaustive(product: list[pytest.Function]) -> None:
 
     Each value of the longest parameter keeps `n` combinations of the others. If `n` is 0.5, every second value keeps
     one. Neighbouring values keep different combinations, so every combination stays with some value. Arguments that are
-    parametrized together count as one parameter. Devices do not count.
+    parametrized together count as one parameter. Devices do not count. Cases that the mark `few` names stay too: a row
+    that is added to a table moves the diagonal away from them.
     """
     together = [mark.args[0] for mark in product[0].iter_markers("parametrize")]
     groups = [names.replace(" ", "").split(",") if isinstance(names, str) else [*names] for names in together]
@@ -196,9 +197,11 @@ def mark_exhaustive(product: list[pytest.Function]) -> None:
     axis = max(columns, key=max)
     others = numbered([tuple(column[i] for column in columns if column is not axis) for i in range(len(product))])
     period = 1 + min(max(axis), max(others))
+    few_mark = product[0].get_closest_marker("few")
+    named = few_mark.args[1:] if few_mark else ()
     for item, value, combination in zip(product, axis, others, strict=True):
         n = next(iter(item.get_closest_marker("sampled").args), 1)
-        if (combination - value) % (period / min(n, 1)) >= n:
+        if (combination - value) % (period / min(n, 1)) >= n and item.callspec.id not in named:
             item.add_marker("exhaustive")
 
 

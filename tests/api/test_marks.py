@@ -23,8 +23,15 @@ def test_few(x, n): pass
 @pytest.mark.few(20)
 @pytest.mark.parametrize("n", range(3))
 def test_fewer_than_few(n): pass
+
+@pytest.mark.few(2, "b-0")  # which is not on the diagonal
+@pytest.mark.sampled
+@pytest.mark.parametrize("n", range(3))
+@pytest.mark.parametrize("x", ["a", "b", "c"])
+def test_sampled(x, n): pass
 """
 QUICK = ["test_few[a-0]", "test_few[b-1]", "test_few[b-2]", *(f"test_fewer_than_few[{n}]" for n in range(3))]
+SAMPLED = [f"test_sampled[{case}]" for case in ("a-0", "b-0", "b-1", "c-2")]
 
 
 @pytest.fixture(scope="module")
@@ -52,11 +59,15 @@ def names(printed: str) -> list[str]:
 
 
 def test_slow_and_few(shown: dict[str, str]) -> None:
-    assert names(shown["quick"]) == QUICK
-    assert len(names(shown["slow"])) == 16
+    assert names(shown["quick"]) == [*QUICK, "test_sampled[a-0]", "test_sampled[b-0]"]
+    assert len(names(shown["slow"])) == 16 + len(SAMPLED)
     assert names(shown["named"]) == ["test_slow"]
 
 
 def test_a_case_that_few_names_must_exist(shown: dict[str, str]) -> None:
     assert "`few` names cases that do not exist: ['b-9']" in shown["wrong"]
-    assert len(names(shown["all"])) == 16
+    assert len(names(shown["all"])) == 16 + len(SAMPLED)
+
+
+def test_a_sample_keeps_the_case_that_few_names(shown: dict[str, str]) -> None:
+    assert [name for name in names(shown["slow"]) if "sampled" in name] == SAMPLED
