@@ -291,7 +291,20 @@ def assert_same(ours: Mapping[str, Tensor], exact: Mapping[str, Tensor], toleran
     for name, expected in exact.items():
         assert ours[name].shape == expected.shape, name
         error = relative_error(ours[name], expected)
-        assert error < tolerance, f"{name}: {error:.2e}"
+        assert error < tolerance, f"{name}: relative error {error:.3g}, {farthest(ours[name], expected)}"
+
+
+def farthest(x: Tensor, exact: Tensor) -> str:
+    """Return the element with the largest error, and where it is.
+
+    >>> farthest(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[1.0, 2.0], [3.5, 4.0]]))
+    'at (1, 0) ours 3, exact 3.5'
+    >>> farthest(torch.tensor(0.75), torch.tensor(0.25))
+    'ours 0.75, exact 0.25'
+    """
+    at = (x.double() - exact).abs().argmax()
+    where = f"at {tuple(int(i) for i in torch.unravel_index(at, x.shape))} " if x.ndim else ""
+    return f"{where}ours {float(x.flatten()[at]):.6g}, exact {float(exact.flatten()[at]):.6g}"
 
 
 # The bound is a factor times the error of eager code in the same dtype. Both round the same numbers once, in another
