@@ -215,7 +215,7 @@ class Multiplied(Renamed):
 def test_a_forgotten_factor_is_a_difference():
     """A default configuration has 1.0."""
     binding = overrides.bound(layers.RMS_NORM, {"weight": "scale", "eps": "tiny"})
-    with pytest.raises(verify.Difference, match="results differ by up to 0.33"):
+    with pytest.raises(verify.Difference, match=r"results differ by up to 0\.33"):
         verify.check_layer(binding, Multiplied(), Multiplied)
 
 
