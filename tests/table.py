@@ -40,6 +40,8 @@ from liger_chunked import (
     linear_token_stats,
 )
 from liger_chunked.engine import choose
+from liger_chunked.losses import cpo as cpo_losses
+from liger_chunked.losses import dpo as dpo_losses
 
 Batch = dict[str, Tensor]
 PARAMETERS = ("weight", "input", "bias")
@@ -701,7 +703,8 @@ def _statistics(
 
 
 _TRANSFORM = {"softcap": 3.0, "logit_scale": 1.7, "temperature": 0.6}
-_SMOOTHED = {"sigmoid", "exo_pair", "robust", "aot", "aot_unpaired"}  # these read label_smoothing
+_SMOOTHED = {name for name, kind in dpo_losses.LOSS_TYPES.items() if "label_smoothing" in kind.reads}
+_SMOOTHED_CPO = {name for name, kind in cpo_losses.LOSS_TYPES.items() if "label_smoothing" in kind.reads}
 # For long random pairs, one pair's exp(-margin) would dominate the loss and its error.
 _MILD = {"discopop": {"beta": 0.02, "discopop_tau": 0.5}}
 
@@ -808,7 +811,7 @@ REFERENCE_FREE = [
             LigerFusedLinearCPOLoss,
             eager.cpo,
             loss_type=loss_type,
-            label_smoothing=0.1 if loss_type in ("sigmoid", "simpo") else 0.0,
+            label_smoothing=0.1 if loss_type in _SMOOTHED_CPO else 0.0,
         )
         for loss_type in CPO_LOSS_TYPES
     ),
