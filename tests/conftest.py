@@ -97,11 +97,15 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Add the devices. Make no tests that are deselected at once: three of four, and they take ten seconds."""
+    """Add the devices. Make no tests that are deselected at once: three of four, and they take ten seconds.
+
+    Nor tests of a device that is missing: `few` would choose them in place of others.
+    """
     if "device" in metafunc.fixturenames:
-        no_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-        devices = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, no_cuda])]
-        metafunc.parametrize("device", devices[: 1 if "not gpu" in metafunc.config.getoption("markexpr") else 2])
+        devices: list[Any] = ["cpu"]
+        if torch.cuda.is_available() and "not gpu" not in metafunc.config.getoption("markexpr"):
+            devices.append(pytest.param("cuda", marks=pytest.mark.gpu))
+        metafunc.parametrize("device", devices)
     if not metafunc.config.getoption("--exhaustive"):
         marks = metafunc.definition.own_markers
         marks[:] = [without_exhaustive(mark) if mark.name == "parametrize" else mark for mark in marks]
@@ -122,7 +126,14 @@ def without_exhaustive(mark: pytest.Mark) -> pytest.Mark:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect exhaustive tests, unless the command line has `--exhaustive`. Samples are drawn from the others."""
+    """Deselect exhaustive tests, unless the command line has `--exhaustive`. Samples are drawn from the others.
+
+    Tests marked `gpu` are skipped where there is no CUDA device.
+    """
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
     # The longest tests begin first: a worker that gets one last works alone for half a minute.
     items.sort(key=lambda item: "test_compile_targets" not in item.nodeid)
     if config.getoption("--exhaustive"):
@@ -183,7 +194,8 @@ def mark_exhaustive(product: list[pytest.Function]) -> None:
 
     Each value of the longest parameter keeps `n` combinations of the others. If `n` is 0.5, every second value keeps
     one. Neighbouring values keep different combinations, so every combination stays with some value. Arguments that are
-    parametrized together count as one parameter. Devices do not count.
+    parametrized together count as one parameter. Devices do not count. Cases that the mark `few` names stay too: a row
+    that is added to a table moves the diagonal away from them.
     """
     together = [mark.args[0] for mark in product[0].iter_markers("parametrize")]
     groups = [names.replace(" ", "").split(",") if isinstance(names, str) else [*names] for names in together]
@@ -196,9 +208,11 @@ def mark_exhaustive(product: list[pytest.Function]) -> None:
     axis = max(columns, key=max)
     others = numbered([tuple(column[i] for column in columns if column is not axis) for i in range(len(product))])
     period = 1 + min(max(axis), max(others))
+    few_mark = product[0].get_closest_marker("few")
+    named = few_mark.args[1:] if few_mark else ()
     for item, value, combination in zip(product, axis, others, strict=True):
         n = next(iter(item.get_closest_marker("sampled").args), 1)
-        if (combination - value) % (period / min(n, 1)) >= n:
+        if (combination - value) % (period / min(n, 1)) >= n and item.callspec.id not in named:
             item.add_marker("exhaustive")
 
 

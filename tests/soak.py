@@ -42,6 +42,9 @@ from eager.grpo import SURROGATES
 from table import Batch, Row, Sizes, evaluate, moved, n_valid
 from torch import Tensor
 
+from liger_chunked.losses import cpo as cpo_losses
+from liger_chunked.losses import dpo as dpo_losses
+
 sys.path += [str(Path(__file__).parent / folder) for folder in ("engine", "losses")]
 from test_lora_head import PeftHead, adapted, dense, with_factors, with_weights
 from test_packed import kept, packed
@@ -113,22 +116,22 @@ def dpo(draw: Draw) -> Row:
     settings: dict[str, Any] = {"loss_type": names if len(names) > 1 else names[0], "beta": some(draw, 0.02, 0.5)}
     if len(names) > 1:
         settings |= maybe(draw, 0.5, loss_weights=lambda: [draw.uniform(0.1, 2) for _ in names])
-    if table._SMOOTHED & set(names):
+    kinds = [dpo_losses.LOSS_TYPES[name] for name in names]
+    if any("label_smoothing" in kind.reads for kind in kinds):
         settings["label_smoothing"] = draw.uniform(0.01, 0.4)
-    averages = bool({"ipo", "sigmoid_norm"} & set(names))
+    averages = any(kind.averages for kind in kinds)
     if not averages:
         settings |= maybe(draw, 0.3, average_log_prob=lambda: True)
     if "discopop" in names:  # exp(-margin) of long sequences leaves float32
         settings |= {"discopop_tau": draw.uniform(0.3, 1), "beta": some(draw, 0.02, 0.1)}
         settings |= {} if averages else {"average_log_prob": True}
-    scored = {"discopop", "exo_pair", "hinge", "ipo", "robust", "sigmoid", "sigmoid_norm"}
-    if set(names) <= scored and draw.random() < 0.3:
+    if all("f_divergence_type" in kind.reads for kind in kinds) and draw.random() < 0.3:
         # Scores that are exponentials of the log-ratio: of a mean over tokens, because the losses cap exponents at 80.
         kind = "js_divergence" if averages else draw.choice(["forward_kl", "js_divergence", "alpha_divergence"])
         settings |= {"f_divergence_type": kind} | ({} if averages else {"average_log_prob": True})
         if kind == "alpha_divergence":
             settings |= maybe(draw, 0.7, f_alpha_divergence_coef=lambda: draw.uniform(0.3, 1.5))
-    if not {"aot", "aot_unpaired", "sft"} & set(names):
+    if all(kind.weighable for kind in kinds):
         settings |= maybe(draw, 0.2, use_weighting=lambda: True)
     settings |= maybe(draw, 0.2, ld_alpha=lambda: draw.choice([0.0, 0.3, 1.0]))
     if draw.random() < 0.3:
@@ -147,9 +150,10 @@ def reference_free(draw: Draw) -> Row:
         kind = draw.choice(table.CPO_LOSS_TYPES)
         settings |= {"loss_type": kind, "cpo_alpha": draw.uniform(0.1, 2)}
         settings |= maybe(draw, 0.3, alphapo_alpha=lambda: draw.uniform(-0.1, 0.25))
-        if kind in ("sigmoid", "simpo"):
+        reads = cpo_losses.LOSS_TYPES[kind].reads
+        if "label_smoothing" in reads:
             settings |= maybe(draw, 0.4, label_smoothing=lambda: draw.uniform(0, 0.4))
-        if kind == "simpo":
+        if "simpo_gamma" in reads:
             settings |= maybe(draw, 0.4, simpo_gamma=lambda: draw.uniform(0, 2))
         return table._reference_free(name, table.LigerFusedLinearCPOLoss, eager.cpo, **settings, **transform(draw))
     kind = draw.choice(["sigmoid", "hinge"])

@@ -40,6 +40,8 @@ from liger_chunked import (
     linear_token_stats,
 )
 from liger_chunked.engine import choose
+from liger_chunked.losses import cpo as cpo_losses
+from liger_chunked.losses import dpo as dpo_losses
 
 Batch = dict[str, Tensor]
 PARAMETERS = ("weight", "input", "bias")
@@ -291,7 +293,20 @@ def assert_same(ours: Mapping[str, Tensor], exact: Mapping[str, Tensor], toleran
     for name, expected in exact.items():
         assert ours[name].shape == expected.shape, name
         error = relative_error(ours[name], expected)
-        assert error < tolerance, f"{name}: {error:.2e}"
+        assert error < tolerance, f"{name}: relative error {error:.3g}, {farthest(ours[name], expected)}"
+
+
+def farthest(x: Tensor, exact: Tensor) -> str:
+    """Return the element with the largest error, and where it is.
+
+    >>> farthest(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[1.0, 2.0], [3.5, 4.0]]))
+    'at (1, 0) ours 3, exact 3.5'
+    >>> farthest(torch.tensor(0.75), torch.tensor(0.25))
+    'ours 0.75, exact 0.25'
+    """
+    at = (x.double() - exact).abs().argmax()
+    where = f"at {tuple(int(i) for i in torch.unravel_index(at, x.shape))} " if x.ndim else ""
+    return f"{where}ours {float(x.flatten()[at]):.6g}, exact {float(exact.flatten()[at]):.6g}"
 
 
 # The bound is a factor times the error of eager code in the same dtype. Both round the same numbers once, in another
@@ -688,7 +703,8 @@ def _statistics(
 
 
 _TRANSFORM = {"softcap": 3.0, "logit_scale": 1.7, "temperature": 0.6}
-_SMOOTHED = {"sigmoid", "exo_pair", "robust", "aot", "aot_unpaired"}  # these read label_smoothing
+_SMOOTHED = {name for name, kind in dpo_losses.LOSS_TYPES.items() if "label_smoothing" in kind.reads}
+_SMOOTHED_CPO = {name for name, kind in cpo_losses.LOSS_TYPES.items() if "label_smoothing" in kind.reads}
 # For long random pairs, one pair's exp(-margin) would dominate the loss and its error.
 _MILD = {"discopop": {"beta": 0.02, "discopop_tau": 0.5}}
 
@@ -795,7 +811,7 @@ REFERENCE_FREE = [
             LigerFusedLinearCPOLoss,
             eager.cpo,
             loss_type=loss_type,
-            label_smoothing=0.1 if loss_type in ("sigmoid", "simpo") else 0.0,
+            label_smoothing=0.1 if loss_type in _SMOOTHED_CPO else 0.0,
         )
         for loss_type in CPO_LOSS_TYPES
     ),

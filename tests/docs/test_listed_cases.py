@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import soak
-import torch
 
 TESTS = Path(__file__).parents[1]
 PAGE = (TESTS / "hard_cases.md").read_text()
@@ -71,6 +70,5 @@ def test_a_short_soak(capsys):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_short_soak_on_a_gpu(capsys):
     assert soak.main(["--cases", "200", "--seed", "7", "--device", "cuda"]) == 0, capsys.readouterr().out

@@ -121,7 +121,6 @@ def test_refusals(options: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_bits_on_a_gpu() -> None:
     device = torch.device("cuda")
     given = batch(torch.bfloat16, "cuda", bias=False)

@@ -284,7 +284,6 @@ def test_a_capture_launches_what_a_step_without_ignored_tokens_does(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("id", ["ce", "ce-smoothing", "dpo-sigmoid", "kto-kl", "grpo", "jsd", "stats-logps"])
 @pytest.mark.parametrize("budget", [None, 4 * SMALL.vocab * 2], ids=["one", "several"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=["bf16", "fp64"])

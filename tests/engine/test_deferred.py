@@ -436,7 +436,6 @@ ON_GPU: dict[str, Callable[[Any], Tensor]] = {
 
 @pytest.mark.gpu
 @pytest.mark.ordinary_memory
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("name", ON_GPU)
 @pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16", "autocast"])
 def test_on_a_gpu(name: str, autocast: bool) -> None:

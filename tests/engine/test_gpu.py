@@ -21,7 +21,6 @@ from liger_chunked.kernels import LogitsCotangents, finish, logits_grad_, logits
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.ordinary_memory,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
 MIB = 1 << 20

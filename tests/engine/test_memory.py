@@ -240,11 +240,7 @@ def peak_on_gpu(row: Row, batch: Batch, leaves: Batch, budget: int) -> int:
     return peak_of(lambda: step(row, batch, leaves, budget), leaves.values())
 
 
-on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-
-
 @pytest.mark.gpu
-@on_cuda
 @pytest.mark.ordinary_memory
 @pytest.mark.parametrize(("row", "part", "trainable"), CASES)
 def test_agrees_with_the_allocator(row, part, trainable):
@@ -269,7 +265,6 @@ BY_EPILOGUE = [
 
 
 @pytest.mark.gpu
-@on_cuda
 @pytest.mark.ordinary_memory
 @pytest.mark.parametrize(("batch", "trainable"), BY_EPILOGUE)
 def test_agrees_with_the_allocator_by_the_epilogue(batch, trainable, monkeypatch):

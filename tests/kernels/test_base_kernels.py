@@ -365,7 +365,6 @@ def test_wide_rows_take_the_torch_path(device: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize(
     "shape",
     [(70_001, 64), (140_001, 16_384)],  # over the limit of 65,535 for a grid's y; over 2 ** 31 elements

@@ -386,7 +386,6 @@ def test_chosen_tiles():
 
 @pytest.mark.gpu
 @pytest.mark.ordinary_memory
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_tile_holds_three_tensors_of_intermediate_columns():
     """Gate, up, and their product or its gradient; beside sums, and all tokens' output, upstream gradient and dx."""
     hidden_size, intermediate_size, n, tokens = 512, 8192, 32768, 4096

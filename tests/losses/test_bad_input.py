@@ -157,7 +157,6 @@ WITHOUT = {"use_ref_model": False}
 NO_REFERENCE = "takes no reference, got ref_"
 SMOOTHED = {"label_smoothing": 0.1}
 SEVERAL = ["sigmoid", "sft"]
-SCORED = r"\['discopop', 'exo_pair', 'hinge', 'ipo', 'robust', 'sigmoid', 'sigmoid_norm'\]"
 
 # (call, its arguments, pattern of the message of the ValueError)
 CASES = {

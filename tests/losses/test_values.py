@@ -9,7 +9,9 @@ import pytest
 import torch
 from sampling import exhaustive, on_paths
 from table import (
+    CPO_LOSS_TYPES,
     FACTOR,
+    LOSS_TYPES,
     PATHS,
     ROWS,
     SMALL,
@@ -27,6 +29,7 @@ from torch import Tensor
 
 from liger_chunked.engine import cutting
 from liger_chunked.kernels.backend import INTERPRETED
+from liger_chunked.losses import cpo, dpo
 
 by_row = pytest.mark.parametrize("row", ROWS, ids=repr)
 by_path = pytest.mark.parametrize("row", on_paths())
@@ -41,6 +44,12 @@ BUDGETS = {
     "third-of-a-token": lambda n, v: v // 3,  # tiles of the vocabulary
     "1-logit": lambda n, v: 1,
 }
+
+
+def test_every_loss_type_has_an_oracle():
+    """The table has a row for each loss type of an oracle."""
+    assert dpo.LOSS_TYPES.keys() == {*LOSS_TYPES}
+    assert cpo.LOSS_TYPES.keys() == {*CPO_LOSS_TYPES}
 
 
 @pytest.mark.sampled(2)

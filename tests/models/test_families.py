@@ -203,6 +203,22 @@ def test_only_names_may_differ():
         assert overrides.binding_of(cls) is None, cls
 
 
+class Multiplied(Renamed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 1.0
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.factor * super().forward(tokens)
+
+
+def test_a_forgotten_factor_is_a_difference():
+    """A default configuration has 1.0."""
+    binding = overrides.bound(layers.RMS_NORM, {"weight": "scale", "eps": "tiny"})
+    with pytest.raises(verify.Difference, match=r"results differ by up to 0\.33"):
+        verify.check_layer(binding, Multiplied(), Multiplied)
+
+
 class TwoStatements(nn.Module):
     one = 1; forward = lambda self, x: x * self.one  # fmt: skip  # noqa: E702, E731
 

@@ -23,7 +23,6 @@ from liger_chunked import apply_liger_kernel
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.ordinary_memory,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 

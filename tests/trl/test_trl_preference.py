@@ -231,7 +231,12 @@ def test_dpo(loss_type):
     weights = [0.8, 0.2, 1.0][: 1 if isinstance(loss_type, str) else len(loss_type)]
     # TRL converts its label smoothing to float32, so its logarithm has an error of 1e-8.
     exact = 1e-6 if loss_type == "exo_pair" else 1e-12
-    assert_dpo_equal_to_trl({**smoothing, "loss_weights": weights}, loss_type, exact)
+    try:
+        assert_dpo_equal_to_trl({**smoothing, "loss_weights": weights}, loss_type, exact)
+    except ValueError as error:
+        if f"Unknown loss type: {loss_type}" not in str(error):
+            raise
+        pytest.skip("TRL has no such loss")
 
 
 DPO = {
