@@ -235,10 +235,27 @@ def test_what_to_pass(case, call):
 # A loss without its reference
 
 
-@pytest.mark.few(1)
+class OwnLogratios(lc.LigerFusedLinearPreferenceBase):
+    def preference_loss(self, pairs):
+        return -torch.nn.functional.logsigmoid(self.beta * (pairs.logratios[:, 0] - pairs.logratios[:, 1]))
+
+
+class OwnRefLogps(lc.LigerFusedLinearUnpairedPreferenceBase):
+    def preference_loss(self, examples):
+        return examples.signs * (examples.ref_logps - examples.logps)
+
+
+class OwnLogps(lc.LigerFusedLinearPreferenceBase):
+    def preference_loss(self, pairs):
+        return pairs.logps[:, 1] - pairs.logps[:, 0]
+
+
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("cls", "sample"),
     [
+        (OwnLogratios, lambda ref: pairs(SMALL, seed=0, ref=ref)),
+        (OwnRefLogps, lambda ref: examples(SMALL, seed=0, ref=ref)),
         (lc.LigerFusedLinearDPOLoss, lambda ref: pairs(SMALL, seed=0, ref=ref)),
         (lc.LigerFusedLinearKTOLoss, lambda ref: examples(SMALL, seed=0, ref=ref) | {"kl": 0.0}),
         (lc.LigerFusedLinearBCOLoss, lambda ref: examples(SMALL, seed=0, ref=ref) | {"delta": 0.0}),
@@ -254,6 +271,14 @@ def test_a_loss_warns_once_that_it_has_no_reference(cls, sample):
         loss(**sample(None))
         meant = cls(use_ref_model=False)(**sample(None))[0]
     assert not again and torch.equal(warned, meant)
+
+
+def test_a_loss_that_reads_no_reference_does_not_warn():
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        OwnLogps()(**pairs(SMALL, seed=0, ref=None))
+        lc.LigerFusedLinearDPOLoss(loss_type="sft")(**pairs(SMALL, seed=0, ref=None))
+    assert not warned
 
 
 # What a class declares
