@@ -223,6 +223,57 @@ PASSED = {
 }
 
 
+def _distils(**changed):
+    """A call of a distillation loss with a teacher of another hidden size, and some arguments changed."""
+    given = {"weight": HEAD.weight, "input": STATES, "target": IDS}
+    given |= {
+        "teacher_weight": torch.ones(V, 9).double(),
+        "teacher_input": torch.ones(*IDS.shape, 9).double(),
+        **changed,
+    }
+    return lambda: lc.LigerFusedLinearKLDivLoss()(**given)
+
+
+def _swapped(weight):
+    return {"teacher_weight": torch.ones(*IDS.shape, 9).double(), "teacher_input": weight}
+
+
+MISPLACED = {
+    "a teacher": (
+        _distils(**_swapped(torch.ones(V, 9).double())),
+        r"teacher_weight and teacher_input look swapped, the order is \(teacher_weight, teacher_input\)",
+    ),
+    "a teacher's parameter": (
+        _distils(**_swapped(nn.Parameter(torch.ones(V, 9).double()))),
+        "^teacher_input is a Parameter, .*: teacher_weight and teacher_input look swapped",
+    ),
+    "a teacher of packed tokens": (
+        _distils(
+            input=STATES.flatten(0, 1),
+            target=IDS.flatten(),
+            teacher_weight=torch.ones(IDS.numel(), 9).double(),
+            teacher_input=torch.ones(V, 9).double(),
+        ),
+        r"^teacher_input must be .* the order is \(teacher_weight, teacher_input\)",
+    ),
+    "transposed": (
+        lambda: CROSS_ENTROPY(HEAD.weight.T, STATES, IDS),
+        "must agree on the hidden size.*: weight looks transposed, pass",
+    ),
+    "a teacher, transposed": (
+        _distils(teacher_weight=torch.ones(9, V).double()),
+        ": teacher_weight looks transposed, pass",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISPLACED)
+def test_tensors_in_the_wrong_place(case):
+    call, message = MISPLACED[case]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
 @pytest.mark.few(4, "dtypes-linear_token_stats", "swapped-call0")
 @pytest.mark.parametrize("call", [CROSS_ENTROPY, lc.LigerFusedLinearCrossEntropyLoss, lc.linear_token_stats])
 @pytest.mark.parametrize("case", PASSED)
