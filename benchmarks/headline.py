@@ -181,8 +181,8 @@ def _small(folder: Path) -> Step:
     about = content["environment"]
     return Step(
         SMALL,
-        f"slower: a step this small waits for the host. Measured on {about['date']} at commit {about['commit'][:7]}, "
-        f"on an {about['device']}, with float32 weights under autocast",
+        f"slower: a step this small waits for the host ({about['date']}, commit {about['commit'][:7]}, "
+        f"{about['device']}, float32 weights, autocast)",
         tuple(median(run["ms"]) for run in of),  # type: ignore[arg-type]
         tuple(max(run["mib"]) / 1024 for run in of),  # type: ignore[arg-type]
         f"{about['device']}, {about['date']}, `{path.name}`",
