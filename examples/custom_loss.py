@@ -100,7 +100,7 @@ def main() -> list[float]:
     soft = {"weight_hard_loss": 0.0, "weight_soft_loss": 1.0}
     return [
         compare("SimPOWithMargin", lambda w, x: SimPOWithMargin(beta=2.0)(w, x, target)[0], simpo),
-        compare("Hinge", lambda w, x: Hinge(beta=0.1)(w, x, target, labels)[0], hinge),
+        compare("Hinge", lambda w, x: Hinge(beta=0.1, use_ref_model=False)(w, x, target, labels)[0], hinge),
         compare("PPO", lambda w, x: PPO(reduction="bnpo")(w, x, target, advantages, old_logps=old_logps)[0], ppo),
         compare("Hellinger", lambda w, x: Hellinger(**soft)(w, x, teacher_weight, teacher_hidden)[0], hellinger),
     ]

@@ -136,7 +136,10 @@ def check_constants(owner: str, arguments: Iterable[tuple[str, Any]]) -> None:
         message = f"{owner} treats {name} as a constant, but it requires a gradient: pass {name}.detach()"
         if adapted:
             message = f"{owner} treats {name} as a constant, but it requires a gradient: .detach() its weight and up"
-        if owner != "linear_token_stats":
+        head = {"ref_input": "ref_weight", "teacher_input": "teacher_weight"}.get(name)
+        if head is not None and isinstance(x, nn.Parameter):  # hidden states are none
+            message = f"{name} is a Parameter, as the weight of a head is: {head} and {name} look swapped"
+        elif owner != "linear_token_stats":
             message += (
                 f". For a gradient by {name}, compute a loss of your own from linear_token_stats, whose statistics "
                 "are differentiable"

@@ -60,17 +60,22 @@ class Ran(NamedTuple):
         return use_triton(torch.empty(0, dtype=self.dtype, device=self.device))
 
     @property
+    def why_no_kernels(self) -> str | None:
+        """Why PyTorch computed it; None: kernels did."""
+        if self.by_kernels:
+            return None
+        if self.dtype == torch.float64:
+            return "no kernel computes float64"
+        fails = TRITON_ERROR is not None and self.device.type != "cpu"
+        return f"`import triton` fails with {TRITON_ERROR}" if fails else f"no kernel runs on {self.device.type}"
+
+    @property
     def code(self) -> str:
         """Whether kernels or PyTorch computed it, and why."""
-        kind = self.device.type
-        if self.by_kernels:
-            epilogue = ", logits reduced in the epilogue of their product" if self.path == "epilogue" else ""
-            return f"Triton kernels on {kind}{epilogue}"
-        if self.dtype == torch.float64:
-            return f"PyTorch on {kind}, because no kernel computes float64"
-        fails = TRITON_ERROR is not None and kind != "cpu"
-        why = f"`import triton` fails with {TRITON_ERROR}" if fails else f"no kernel runs on {kind}"
-        return f"PyTorch on {kind}, because {why}"
+        if (why := self.why_no_kernels) is not None:
+            return f"PyTorch on {self.device.type}, because {why}"
+        epilogue = ", logits reduced in the epilogue of their product" if self.path == "epilogue" else ""
+        return f"Triton kernels on {self.device.type}{epilogue}"
 
     def __str__(self) -> str:
         budget, size = self.options.logits_budget, self.largest_tile * self.dtype.itemsize
@@ -251,21 +256,22 @@ class Explanation:
     def __str__(self) -> str:
         lines = [f"  {_of(name)}with gradients: {ran}" for name, ran in self.trained.items()]
         lines += [f"  {_of(name)}without gradients: {ran}" for name, ran in self.untrained.items()]
-        lines = lines or ["  nothing ran yet"]
+        lines = lines or ["  no fused loss ran" if self.notes or self.tiled is not None else "  nothing ran yet"]
         if self.tiled is not None:
             n, tile = self.tiled
             lines.append(f"  MLPs: {n} tokens in {_count(-(-n // tile), 'tile')} of at most {tile}")
         lines += [f"  {note}" for note in self.notes]
         if self.layers is not None:
-            ran = [*self.trained.values(), *self.untrained.values()]
-            if ran and not any(step.by_kernels for step in ran):
-                lines.append("  patched layers outside tiles: stock code, because no kernel runs here")
+            reasons = [step.why_no_kernels for step in (*self.trained.values(), *self.untrained.values())]
+            if reasons and None not in reasons:
+                which = "patched layers" if self.tiled is None else "patched layers outside tiles"
+                lines.append(f"  {which}: stock code, because {reasons[0]}")
             lines.append(str(self.layers))
         return "\n".join([f"What ran in {self.name}:", *lines])
 
 
 def _of(name: str) -> str:
-    return f"{name}, " if name else ""
+    return f"{name!r}, " if name else ""
 
 
 def explain(model: nn.Module) -> Explanation:

@@ -26,6 +26,9 @@ import liger_chunked as library
 from liger_chunked.cli import tables
 from liger_chunked.cli.losses import LOSSES, REFERENCED
 
+# Bytes that a step should leave free: CUDA's context, cuBLAS and fragmentation take 1 to 2 GiB.
+_SPARE = 3 << 30
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -106,11 +109,14 @@ def show(step: Step, gpu: int) -> bool:
         + (", bfloat16 autocast" if step.dtype == torch.float32 else "")
         + ", every layer checkpointed, one GPU.",
         "Trainers of TRL load float32 weights unless the model is given in bfloat16: --dtype says which.",
-        "Not counted: CUDA's context (about 0.5 GiB), fragmentation, a sampler beside the step.",
+        "Not counted: CUDA's context, cuBLAS and fragmentation, 1 to 2 GiB in all, and a sampler beside the step.",
     ]
     tables.show(f"{title}: GiB", ["", "total", *parts], [["step", *map(_gib, (total, *parts.values()))]], notes)
     fits = total <= gpu
-    print(f"{'fits' if fits else 'does not fit'}: {_gib(total)} of {_gib(gpu)} GiB")
+    is_tight = fits and gpu - total < _SPARE
+    verdict = "fits, but tightly" if is_tight else "fits" if fits else "does not fit"
+    left = f", less than {_SPARE >> 30} GiB is left for what is not counted" if is_tight else ""
+    print(f"{verdict}: {_gib(total)} of {_gib(gpu)} GiB{left}")
     return fits
 
 

@@ -103,7 +103,17 @@ def check_values(name: str, values: Any, shape: torch.Size, of: str) -> None:
         raise ValueError(f"{name} must return one value for each of {shape[0]} {of}, got {got}{hint}")
 
 
-_SWAPPED = f": weight and input look swapped, the order is (weight, input, target). {COMPAT}"
+# By the prefix of the arguments' names.
+_ORDERS = {
+    "": "(weight, input, target)",
+    "teacher_": "(teacher_weight, teacher_input)",
+    "ref_": "(ref_input, ref_weight)",
+}
+
+
+def swapped(prefix: str = "") -> str:
+    """Return the hint of an error that a head's weight and hidden states look swapped."""
+    return f": {prefix}weight and {prefix}input look swapped, the order is {_ORDERS[prefix]}. {COMPAT}"
 
 
 def hint_for(x: Any, name: str, ids: bool = False) -> str:
@@ -196,16 +206,18 @@ def _check_tensors(head: LossHead, input: Tensor, prefix: str, input_name: str) 
             hint = hint_for(x, f"{prefix}{name}")
             raise TypeError(f"{prefix}{name} must be a floating-point tensor, got {described(x)}{hint}")
     if weight.ndim != 2 or (weight.shape[0] == 0 and head.shard is None):
-        hint = _SWAPPED if weight.ndim == 3 and input.ndim == 2 else ""
+        hint = swapped(prefix) if weight.ndim == 3 and input.ndim == 2 else ""
         raise ValueError(f"{prefix}{own} must be (V, H), as lm_head.weight is, got {described(weight)}{hint}")
     if isinstance(head.weight, AdaptedWeight):
         _check_adapted(head.weight, f"{prefix}weight")
     if input.ndim not in (2, 3):
         raise ValueError(f"{prefix}{input_name} must be (N, H) or (B, T, H), got {described(input)}")
     if input.shape[-1] != weight.shape[1]:
+        transposed = f": {prefix}{own} looks transposed, pass lm_head.weight as it is"
         raise ValueError(
             f"{prefix}{input_name} and {prefix}{own} must agree on the hidden size: {prefix}{input_name} is "
             f"{described(input)}, {prefix}{own} (V, H) is {described(weight)}"
+            f"{transposed if input.shape[-1] == weight.shape[0] else ''}"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"{prefix}bias must be ({weight.shape[0]},), one per row of weight, got {described(bias)}")
@@ -317,7 +329,7 @@ def _check_target_tensor(target: Tensor, input: Tensor, name: str, input_name: s
     if target.shape != expected:
         hint = ""
         if head is not None and target.shape == head.weight.shape[:-1]:
-            hint = _SWAPPED
+            hint = swapped()
         elif target.ndim == input.ndim - 1 == 2 and abs(target.shape[1] - input.shape[1]) == 1:
             hint = f". If one of the two is shifted already, shift both: {input_name}, {name} = shifted(hidden, labels)"
         raise ValueError(

@@ -146,14 +146,13 @@ class StatsLoss(FusedLoss):
 class SequenceLoss(StatsLoss):
     """A loss of sequences' log-probabilities, which may compare with those of a reference.
 
-    - `use_ref_model`: True requires a reference in each call, False refuses one, None allows one
-    - `_expects_reference`: whether a call without a reference warns, unless `use_ref_model` is False
+    - `use_ref_model`: True requires a reference in each call, False refuses one, None allows one, and warns if the
+      formula reads that of a call without one
     """
 
     token_outputs: tuple[str, ...] = ()
     beta: float
     use_ref_model: bool | None
-    _expects_reference: ClassVar[bool] = False
 
     @property
     def needs_token_ref_logps(self) -> bool:

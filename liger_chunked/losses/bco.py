@@ -5,8 +5,6 @@ The reward shift `delta` is an argument, because it is a mean over many calls an
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -48,7 +46,6 @@ class LigerFusedLinearBCOLoss(LigerFusedLinearUnpairedPreferenceBase):
     """
 
     reference_point = "delta"
-    _expects_reference: ClassVar[bool] = True
 
     def preference_loss(self, examples: Examples) -> Tensor:
         rewards = self.beta * examples.logratios

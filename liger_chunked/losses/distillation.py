@@ -39,6 +39,7 @@ from liger_chunked.engine import (
     select_rows,
     whole,
 )
+from liger_chunked.engine.checks import swapped
 from liger_chunked.losses.base import FusedLoss
 from liger_chunked.losses.settings import check_finite, checked_items, options_of_teacher
 from liger_chunked.teachers import TopK as TeacherTopK
@@ -309,6 +310,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
             raise ValueError(
                 f"teacher_input must be {(*input.shape[:-1], 'H_teacher')} on {input.device}, as input "
                 f"{tuple(input.shape)} is, got {tuple(teacher_input.shape)} on {teacher_input.device}"
+                f"{swapped('teacher_') if weight.shape[:1] == input.shape[:-1] else ''}"
             )
         vocab_size = head.columns
         if weight.shape[0] < vocab_size:

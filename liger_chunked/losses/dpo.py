@@ -339,7 +339,7 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
 
     def _check_options(self, names: list[str]) -> None:
         s = self.settings
-        if self.loss_types and not self._expects_reference:
+        if self.loss_types == ["sft"]:
             unread = {"beta": 0.1, "average_log_prob": False, "ld_alpha": None}
             for name, default in unread.items():
                 if (value := getattr(self, name)) != default:
@@ -378,10 +378,6 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
             raise ValueError(f"loss_type 'robust' needs label_smoothing in [0, 0.5), got {smoothing}")
         if "exo_pair" in names and not 0.0 < smoothing < 1.0:
             raise ValueError(f"loss_type 'exo_pair' needs label_smoothing in (0, 1), got {smoothing}")
-
-    @property
-    def _expects_reference(self) -> bool:  # type: ignore[override]
-        return self.loss_types != ["sft"]
 
     def preference_loss(self, pairs: Pairs) -> Tensor:
         total: Tensor | None = None

@@ -6,7 +6,6 @@ Rewards are compared with the KL divergence of policy and reference: a number, o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -52,8 +51,6 @@ class LigerFusedLinearKTOLoss(LigerFusedLinearUnpairedPreferenceBase):
     >>> metrics.chosen_tokens.item(), metrics.rejected_tokens.item(), metrics.reference_point.item()
     (3, 2, 0.5)
     """
-
-    _expects_reference: ClassVar[bool] = True
 
     def __init__(
         self,

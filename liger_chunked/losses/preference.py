@@ -34,7 +34,7 @@ from liger_chunked.engine import (
 )
 from liger_chunked.losses.base import SequenceLoss
 from liger_chunked.losses.formulas import sequence_logps, share_of_mean
-from liger_chunked.losses.reference_model import Reference, reference_logps, without_reference
+from liger_chunked.losses.reference_model import Reference, reference_logps, warning_reads, without_reference
 from liger_chunked.losses.settings import check_example_weights, check_finite, check_scope
 from liger_chunked.types import (
     DeclaredStats,
@@ -62,7 +62,8 @@ class _PairBatch:
         lengths: (n, 2) numbers of tokens of each sequence, at least 1.
         batch_lengths: (2,) numbers of tokens of all chosen and of all rejected sequences, at least 1.
         average_log_prob: whether log-probabilities of sequences are means.
-        reference: log-probabilities of the reference, (n, 2, T) one a token or (n, 2) one a sequence.
+        has_reference: whether the call has a reference.
+        reference: its log-probabilities, (n, 2, T) one a token or (n, 2) one a sequence; zeros without one.
         token_weights: (n, 2, T). None: all are 1.
         has_tokens: (n,) bool, False at pairs without a token, whose loss is 0. None: all have some.
         host_counts: the n pairs' numbers of tokens, on the host. None: only the device knows them.
@@ -75,6 +76,7 @@ class _PairBatch:
     lengths: Tensor
     batch_lengths: Tensor
     average_log_prob: bool
+    has_reference: bool
     reference: Tensor
     token_weights: Tensor | None
     has_tokens: Tensor | None
@@ -162,7 +164,8 @@ class LigerFusedLinearPreferenceBase(SequenceLoss, ABC):
         ld_alpha: weight, in [0, 1], of tokens beyond the pair's shorter length, under policy and reference. `lengths`
             count them fully. None: 1.
         reward_shape: rewards are `beta * reward_shape(logps - ref_logps)`, elementwise. None: the identity.
-        use_ref_model: True requires a reference in each call, False refuses one, None allows one.
+        use_ref_model: True requires a reference in each call, False refuses one. None allows one, and warns once
+            if `preference_loss` reads `ref_logps` or `logratios` in a call without one.
         **options: fields of `LogitOptions`: `ignore_index` (-100) marks targets to skip; `softcap`, `logit_scale` and
             `temperature` transform the logits; `logits_budget` is the most bytes of logits in memory, such as "512MiB"
             (None: automatic); `logits_dtype=torch.float32` keeps the float32 sums of 16-bit products (None: rounded).
@@ -369,6 +372,7 @@ class LigerFusedLinearPreferenceBase(SequenceLoss, ABC):
             lengths=at_least_1,
             batch_lengths=batch_lengths.clamp(min=1) if may_be_empty else batch_lengths,
             average_log_prob=self.average_log_prob,
+            has_reference=ref_logps is not None,
             reference=self._reference(target, ref_logps, at_least_1),
             token_weights=None if self.ld_alpha is None else _tail_weights(mask, lengths, self.ld_alpha, dtype),
             has_tokens=lengths.sum(-1) > 0 if may_be_empty else None,
@@ -385,7 +389,7 @@ class LigerFusedLinearPreferenceBase(SequenceLoss, ABC):
             ValueError: there is one value a sequence, and the loss weighs tokens.
         """
         if ref_logps is None:
-            return without_reference(self, lengths)
+            return without_reference(lengths)
         if ref_logps.ndim == 2 and self.needs_token_ref_logps:
             raise ValueError(
                 f"ref_logps must be {tuple(target.shape)}, one value a token, with ld_alpha={self.ld_alpha}, which "
@@ -444,6 +448,7 @@ class _MeanOverPairs(Objective):
             index = _places(batch.has_tokens, batch.host_counts)
             logps, values = logps[index], mapped(lambda x: x[index], values)
         pairs = batch.pairs(logps, values, index)
+        pairs = pairs if batch.has_reference else warning_reads(pairs, loss_module)
         losses = loss_module.preference_loss(pairs)
         check_values("preference_loss", losses, pairs.logps.shape[:1], "pairs")
         if batch.example_weights is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -12,7 +12,9 @@ from liger_chunked.engine import Rows, Sequences, check_projection, stats_of_kep
 from liger_chunked.engine.checks import host_may_sync
 from liger_chunked.kept_ids import KeptIds
 from liger_chunked.losses.base import SequenceLoss, StatsLoss
-from liger_chunked.types import LOWEST_LOGP, LossHead, Weight, accumulation_dtype
+from liger_chunked.types import LOWEST_LOGP, Examples, LossHead, Pairs, Weight, accumulation_dtype
+
+Record = TypeVar("Record", Pairs, Examples)
 
 
 class Reference(NamedTuple):
@@ -122,24 +124,55 @@ def _warn_of_positive(name: str, ref_logps: Tensor, loss: type) -> None:
         )
 
 
-def without_reference(loss: SequenceLoss, lengths: Tensor) -> Tensor:
-    """Return zeros like `lengths`; warn if the formula has a reference."""
-    if loss._expects_reference:
-        warn_reference_free(loss)
+def without_reference(lengths: Tensor) -> Tensor:
+    """Return the `ref_logps` of a call without a reference: zeros like `lengths`."""
     return torch.zeros((), dtype=torch.float64, device=lengths.device).expand(lengths.shape)
 
 
-def warn_reference_free(loss: Any) -> None:
-    """Warn, once for each loss, that a formula with a reference runs without one."""
-    if loss.use_ref_model is None and not loss.__dict__.get("_has_warned"):
-        loss._has_warned = True
-        name = type(loss).__name__
-        warnings.warn(
-            f"{name} got no reference and runs reference-free: its log-ratios are plain log-probabilities. Pass "
-            f"ref_input and ref_weight, or ref_logps; if this is intended, use {name}(use_ref_model=False).",
-            UserWarning,
-            stacklevel=2,
-        )
+class _Unreferenced:
+    """`Pairs` or `Examples` of a call without a reference, of which `loss` reads `ref_logps` only with a warning."""
+
+    loss: SequenceLoss
+
+    @property
+    def ref_logps(self) -> Tensor:
+        zeros: Tensor = vars(self)["ref_logps"]
+        loss = self.loss
+        if not vars(loss).get("_has_warned"):
+            loss._has_warned = True
+            _warn_reference_free(type(loss).__name__)
+        return zeros
+
+
+class _UnreferencedPairs(_Unreferenced, Pairs):
+    pass
+
+
+class _UnreferencedExamples(_Unreferenced, Examples):
+    pass
+
+
+def warning_reads(record: Record, loss: SequenceLoss) -> Record:
+    """Return `Pairs` or `Examples` whose `ref_logps` and `logratios` warn, once for each loss, when they are read.
+
+    For a call without a reference: a formula with one would take its log-ratios from plain log-probabilities. With
+    `use_ref_model=False` that is intended.
+    """
+    if loss.use_ref_model is not None:
+        return record
+    kind = _UnreferencedPairs if isinstance(record, Pairs) else _UnreferencedExamples
+    unreferenced = object.__new__(kind)
+    vars(unreferenced).update(vars(record), loss=loss)
+    return cast(Record, unreferenced)
+
+
+def _warn_reference_free(name: str) -> None:
+    warnings.warn(
+        f"{name} got no reference and runs reference-free: its log-ratios are plain log-probabilities. Pass "
+        f"ref_input and ref_weight, or ref_logps; if this is intended, use {name}(use_ref_model=False).",
+        UserWarning,
+        stacklevel=2,
+    )
 
 
 def _check_device(name: str, x: Tensor, target_name: str, target: Tensor) -> None:

@@ -31,7 +31,7 @@ from liger_chunked.engine import (
 )
 from liger_chunked.losses.base import SequenceLoss
 from liger_chunked.losses.formulas import sequence_logps, share_of_mean
-from liger_chunked.losses.reference_model import Reference, reference_logps, without_reference
+from liger_chunked.losses.reference_model import Reference, reference_logps, warning_reads, without_reference
 from liger_chunked.losses.reference_point import Mismatched, ReferencePoint, reference_point
 from liger_chunked.losses.settings import check_each, check_example_weights, check_finite
 from liger_chunked.types import (
@@ -54,7 +54,8 @@ class _Batch:
     lengths: Tensor  # at least 1
     tokens: Tensor  # may be 0
     desirable: Tensor
-    ref_logps: Tensor
+    has_reference: bool  # whether the call has a reference
+    ref_logps: Tensor  # zeros without one
     weights: Tensor | None
     reference_point: Tensor
     average_log_prob: bool
@@ -88,7 +89,8 @@ class LigerFusedLinearUnpairedPreferenceBase(SequenceLoss, ABC):
     Args:
         beta: scale of the rewards `beta * (logps - ref_logps)`, not negative.
         average_log_prob: log-probabilities of sequences are means over their valid tokens instead of sums.
-        use_ref_model: True requires a reference in each call, False refuses one, None allows one.
+        use_ref_model: True requires a reference in each call, False refuses one. None allows one, and warns once
+            if `preference_loss` reads `ref_logps` or `logratios` in a call without one.
         **options: fields of `LogitOptions`: `ignore_index` (-100) marks targets to skip; `softcap`, `logit_scale` and
             `temperature` transform the logits; `logits_budget` is the most bytes of logits in memory, such as "512MiB"
             (None: automatic); `logits_dtype=torch.float32` keeps the float32 sums of 16-bit products (None: rounded).
@@ -226,8 +228,9 @@ class LigerFusedLinearUnpairedPreferenceBase(SequenceLoss, ABC):
         tokens = groups.lengths.squeeze(1)
         sides = torch.stack([desirable, ~desirable])
         lengths = groups.divisors.squeeze(1)
+        has_reference = ref_logps is not None
         if ref_logps is None:
-            ref_logps = without_reference(self, lengths)
+            ref_logps = without_reference(lengths)
         else:
             ref_logps = ref_logps.squeeze(1)
             if ref_logps.ndim == 2:
@@ -239,6 +242,7 @@ class LigerFusedLinearUnpairedPreferenceBase(SequenceLoss, ABC):
             desirable=desirable,
             sides=sides,
             counts=sides.sum(1),
+            has_reference=has_reference,
             ref_logps=ref_logps,
             weights=None if weights is None else weights.detach().to(torch.float64),
             reference_point=reference_point,
@@ -286,7 +290,9 @@ class _MeanOverExamples(Objective):
     def loss(self, values: TokenStats, index: slice | Tensor) -> Tensor:
         batch = self.batch
         logps = batch.logps(values, index)
-        losses = self.loss_module.preference_loss(batch.examples(logps, values, index))
+        examples = batch.examples(logps, values, index)
+        examples = examples if batch.has_reference else warning_reads(examples, self.loss_module)
+        losses = self.loss_module.preference_loss(examples)
         check_values("preference_loss", losses, logps.shape, "sequences")
         if batch.weights is not None:
             losses = losses * along(batch.weights, index)

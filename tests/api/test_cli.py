@@ -164,7 +164,8 @@ def llama(tmp_path: Path) -> str:
 
 def test_a_whole_step_ends_in_whether_it_fits(capsys, llama):
     """TRL's default, float32, takes twice what bfloat16 weights take; an adapter leaves out reference and states."""
-    arguments = ("step", "dpo", "--model", llama, "--shape", "2x2x1024", "--gpu", "80GiB")
+    step = ("step", "dpo", "--model", llama, "--shape", "2x2x1024", "--gpu")
+    arguments = (*step, "80GiB")
     printed = out(capsys, *arguments)
     assert "8.03 billion parameters" in printed and "its two states in float32, bfloat16 autocast" in printed
     row = dict(zip(table(printed)[""], map(float, table(printed)["step"]), strict=True))
@@ -172,6 +173,8 @@ def test_a_whole_step_ends_in_whether_it_fits(capsys, llama):
     assert printed.splitlines()[-1] == f"does not fit: {row['total']} of 80.0 GiB" and 149 < row["total"] < 155
     half = out(capsys, *arguments, "--dtype", "bfloat16").splitlines()[-1]
     assert (found := re.fullmatch(r"fits: ([\d.]+) of 80.0 GiB", half)) and 74.5 < float(found[1]) < 78
+    half = out(capsys, *step, "79GiB", "--dtype", "bfloat16").splitlines()[-1]
+    assert half == f"fits, but tightly: {found[1]} of 79.0 GiB, less than 3 GiB is left for what is not counted"
     lora = out(capsys, *arguments, "--dtype", "bfloat16", "--lora-rank", "16")
     assert table(lora)["step"][2] == "0.0" and "LoRA of rank 16 on all linear layers" in lora
 

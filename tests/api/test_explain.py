@@ -97,7 +97,8 @@ def test_deferred_logits(caplog: pytest.LogCaptureFixture) -> None:
     assert line.startswith("What ran in Linear: with gradients: 36 tokens with a target; 1 chunk") and "\n" not in line
     assert explain(model).trained["1"].options.logits_budget == 2**20
     model(x).topk(2)
-    assert explain(model).notes[0].startswith(f"1, logits were computed for topk at {__file__}:")
+    assert explain(model).notes[0].startswith(f"'1', logits were computed for topk at {__file__}:")
+    assert "  '1', with gradients: 36 tokens" in str(explain(model))
     F.cross_entropy(model(x), target)
     assert explain(model).notes == ()
     handle.remove()
@@ -165,11 +166,32 @@ def test_patched_model(caplog: pytest.LogCaptureFixture) -> None:
     text = str(found).splitlines()
     assert text[2] == "  MLPs: 40 tokens in 5 tiles of at most 8"
     if not INTERPRETED:
-        assert text.pop(3) == "  patched layers outside tiles: stock code, because no kernel runs here"
+        assert text.pop(3) == "  patched layers outside tiles: stock code, because no kernel runs on cpu"
     assert text[3:] == str(found.layers).splitlines() and found.layers.replaced["rms_norm"] == {"LlamaRMSNorm": 5}
     (line,) = caplog.messages
-    assert line.startswith("What ran in LlamaForCausalLM: lm_head, with gradients: 38 tokens")
+    assert line.startswith("What ran in LlamaForCausalLM: 'lm_head', with gradients: 38 tokens")
     assert "rms_norm: LlamaRMSNorm x 5" in line and "\n" not in line
+
+
+def test_patched_layers_without_tiles() -> None:
+    model, _ = patched_model()
+    ids = torch.randint(VOCAB, (2, 20))
+    model(ids, labels=ids)
+    why = "  patched layers: stock code, because no kernel runs on cpu"
+    assert str(explain(model)).splitlines()[2] == why or INTERPRETED
+    model.double()(ids, labels=ids)
+    assert "  patched layers: stock code, because no kernel computes float64" in str(explain(model))
+
+
+def test_a_step_without_a_fused_loss() -> None:
+    model, before = patched_model()
+    assert str(before).splitlines()[1] == "  nothing ran yet"
+    model.lm_head.register_forward_hook(lambda module, args, logits: print(logits.max()))
+    ids = torch.randint(VOCAB, (2, 20))
+    model(ids, labels=ids)
+    _, nothing, why, *_ = str(explain(model)).splitlines()
+    assert nothing == "  no fused loss ran"
+    assert why.startswith(f"  'lm_head', logits were computed for max at {__file__}:")
 
 
 def test_trainer_of_trl(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -223,6 +223,57 @@ PASSED = {
 }
 
 
+def _distils(**changed):
+    """A call of a distillation loss with a teacher of another hidden size, and some arguments changed."""
+    given = {"weight": HEAD.weight, "input": STATES, "target": IDS}
+    given |= {
+        "teacher_weight": torch.ones(V, 9).double(),
+        "teacher_input": torch.ones(*IDS.shape, 9).double(),
+        **changed,
+    }
+    return lambda: lc.LigerFusedLinearKLDivLoss()(**given)
+
+
+def _swapped(weight):
+    return {"teacher_weight": torch.ones(*IDS.shape, 9).double(), "teacher_input": weight}
+
+
+MISPLACED = {
+    "a teacher": (
+        _distils(**_swapped(torch.ones(V, 9).double())),
+        r"teacher_weight and teacher_input look swapped, the order is \(teacher_weight, teacher_input\)",
+    ),
+    "a teacher's parameter": (
+        _distils(**_swapped(nn.Parameter(torch.ones(V, 9).double()))),
+        "^teacher_input is a Parameter, .*: teacher_weight and teacher_input look swapped",
+    ),
+    "a teacher of packed tokens": (
+        _distils(
+            input=STATES.flatten(0, 1),
+            target=IDS.flatten(),
+            teacher_weight=torch.ones(IDS.numel(), 9).double(),
+            teacher_input=torch.ones(V, 9).double(),
+        ),
+        r"^teacher_input must be .* the order is \(teacher_weight, teacher_input\)",
+    ),
+    "transposed": (
+        lambda: CROSS_ENTROPY(HEAD.weight.T, STATES, IDS),
+        "must agree on the hidden size.*: weight looks transposed, pass",
+    ),
+    "a teacher, transposed": (
+        _distils(teacher_weight=torch.ones(9, V).double()),
+        ": teacher_weight looks transposed, pass",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISPLACED)
+def test_tensors_in_the_wrong_place(case):
+    call, message = MISPLACED[case]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
 @pytest.mark.few(4, "dtypes-linear_token_stats", "swapped-call0")
 @pytest.mark.parametrize("call", [CROSS_ENTROPY, lc.LigerFusedLinearCrossEntropyLoss, lc.linear_token_stats])
 @pytest.mark.parametrize("case", PASSED)
@@ -235,10 +286,27 @@ def test_what_to_pass(case, call):
 # A loss without its reference
 
 
-@pytest.mark.few(1)
+class OwnLogratios(lc.LigerFusedLinearPreferenceBase):
+    def preference_loss(self, pairs):
+        return -torch.nn.functional.logsigmoid(self.beta * (pairs.logratios[:, 0] - pairs.logratios[:, 1]))
+
+
+class OwnRefLogps(lc.LigerFusedLinearUnpairedPreferenceBase):
+    def preference_loss(self, examples):
+        return examples.signs * (examples.ref_logps - examples.logps)
+
+
+class OwnLogps(lc.LigerFusedLinearPreferenceBase):
+    def preference_loss(self, pairs):
+        return pairs.logps[:, 1] - pairs.logps[:, 0]
+
+
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("cls", "sample"),
     [
+        (OwnLogratios, lambda ref: pairs(SMALL, seed=0, ref=ref)),
+        (OwnRefLogps, lambda ref: examples(SMALL, seed=0, ref=ref)),
         (lc.LigerFusedLinearDPOLoss, lambda ref: pairs(SMALL, seed=0, ref=ref)),
         (lc.LigerFusedLinearKTOLoss, lambda ref: examples(SMALL, seed=0, ref=ref) | {"kl": 0.0}),
         (lc.LigerFusedLinearBCOLoss, lambda ref: examples(SMALL, seed=0, ref=ref) | {"delta": 0.0}),
@@ -254,6 +322,14 @@ def test_a_loss_warns_once_that_it_has_no_reference(cls, sample):
         loss(**sample(None))
         meant = cls(use_ref_model=False)(**sample(None))[0]
     assert not again and torch.equal(warned, meant)
+
+
+def test_a_loss_that_reads_no_reference_does_not_warn():
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        OwnLogps()(**pairs(SMALL, seed=0, ref=None))
+        lc.LigerFusedLinearDPOLoss(loss_type="sft")(**pairs(SMALL, seed=0, ref=None))
+    assert not warned
 
 
 # What a class declares

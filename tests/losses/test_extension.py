@@ -75,7 +75,7 @@ def eager_ranked(batch: Batch) -> Tensor:
 )
 def test_subclass(loss, oracle, budget, device):
     batch = moved(pairs(SMALL, seed=0, ref=None), device=device)
-    ours = evaluate(lambda batch: loss(logits_budget=budget)(**batch)[0], batch)
+    ours = evaluate(lambda batch: loss(use_ref_model=False, logits_budget=budget)(**batch)[0], batch)
     exact = evaluate(oracle, batch)
     assert_same(ours, exact)
 

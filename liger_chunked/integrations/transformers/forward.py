@@ -379,7 +379,7 @@ def _why_real(model: PreTrainedModel, sources: list[Any]) -> str:
         return reason
     for source in sources:
         if source.asked_by is not None:
-            return f"{source.asked_by} takes real ones"
+            return f"a hook or the forward read the logits, {source.asked_by}"
     return "its lm_head returns real ones" if not sources else "its forward or a hook replaces them"
 
 

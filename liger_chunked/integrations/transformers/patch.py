@@ -112,7 +112,7 @@ def apply_liger_kernel(
     >>> sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
     >>> model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2))
     >>> print(apply_liger_kernel(model, rope=False))
-    Kernels for llama:
+    Patched in llama:
       rms_norm: LlamaRMSNorm x 5
       swiglu: LlamaMLP x 2
       fused_linear_cross_entropy: LlamaForCausalLM

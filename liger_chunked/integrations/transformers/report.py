@@ -32,4 +32,4 @@ class Applied:
             for switch, counts in self.replaced.items()
         ]
         left = ["Left alone:", *(f"  {name}: {reason}" for name, reason in self.left.items())] if self.left else []
-        return "\n".join([f"Kernels for {self.family}:", *lines, *left])
+        return "\n".join([f"Patched in {self.family}:", *lines, *left])
