@@ -150,49 +150,55 @@ class Head:
         return tuple(fields.get(name) for name in FIELDS)
 
 
-def outcomes(given: argparse.Namespace, ours: bool, options: list[str]) -> dict[str, str]:
+def outcomes(given: argparse.Namespace, folder: Path, options: list[str]) -> dict[str, str]:
     """Run the suites in this process, and return the outcome of each test."""
-    plugin = Plugin(given.suite, given.families, given.hub, ours)
+    plugin = Plugin(given.suite, given.families, given.hub, given.side == "ours")
     if given.suite == "trl":
-        files, root = [str(given.path)], given.path.parent.parent
+        files, root = [given.path], given.path.parent.parent
     else:
         sys.meta_path.append(Missing())
-        root = folder = Path(tempfile.mkdtemp())
-        files = [str(folder / f"test_{family}.py") for family in given.families]
+        root, files = folder, [folder / f"test_{family}.py" for family in given.families]
         for family, file in zip(given.families, files, strict=True):
-            Path(file).write_text(SUITE.replace("{family}", family))
+            file.write_text(SUITE.replace("{family}", family))
     sys.path[:0] = [str(root), str(given.path)]
-    pytest.main([*files, "-q", "-p", "no:cacheprovider", f"--rootdir={root}", *options], plugins=[plugin])
+    common = ["-q", "-p", "no:cacheprovider", f"--rootdir={root}"]
+    status = pytest.main([*map(str, files), *common, *options], plugins=[plugin])
+    if status > pytest.ExitCode.TESTS_FAILED or not plugin.outcomes:
+        raise SystemExit(f"pytest ended with {status!r} and {len(plugin.outcomes)} outcomes")
     return plugin.outcomes
 
 
 def main() -> None:
-    own, _, options = " ".join(sys.argv[1:]).partition(" -- ")
+    own, options = sys.argv[1:], []
+    if "--" in own:
+        own, options = own[: own.index("--")], own[own.index("--") + 1 :]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("suite", choices=["trl", "transformers"])
-    parser.add_argument("path", type=Path)
+    parser.add_argument("path", type=lambda path: Path(path).resolve())
     parser.add_argument("families", nargs="*")
     parser.add_argument("--hub", help="folder that scripts/hub_kernel.py wrote")
     parser.add_argument("--side", choices=["stock", "ours"], help=argparse.SUPPRESS)
     parser.add_argument("--kept", type=Path, help=argparse.SUPPRESS)
-    given = parser.parse_args(own.split())
+    given = parser.parse_args(own)
     if given.side is not None:
-        given.kept.write_text(json.dumps(outcomes(given, given.side == "ours", options.split())))
+        given.kept.write_text(json.dumps(outcomes(given, given.kept.parent, options)))
         return
     found = {}
     for side in ("stock", "ours"):  # each in its own process, because one patches classes
-        kept = Path(tempfile.mkdtemp()) / "outcomes.json"
-        command = [sys.executable, __file__, *own.split(), "--side", side, "--kept", str(kept), "--", *options.split()]
-        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, check=True)
-        found[side] = json.loads(kept.read_text())
+        with tempfile.TemporaryDirectory() as folder:
+            kept = Path(folder) / "outcomes.json"
+            command = [sys.executable, __file__, *own, "--side", side, "--kept", str(kept), "--", *options]
+            path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+            subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, check=True)
+            found[side] = json.loads(kept.read_text())
     stock, ours = found["stock"], found["ours"]
     for side, results in found.items():
         counts = {kind: [*results.values()].count(kind) for kind in ("passed", "failed", "skipped")}
         print(side, counts)
-    for name in sorted(stock.keys() | ours.keys()):
-        if stock.get(name) != ours.get(name):
-            print(f"{name}: stock {stock.get(name)}, ours {ours.get(name)}")
+    different = [name for name in sorted(stock.keys() | ours.keys()) if stock.get(name) != ours.get(name)]
+    for name in different:
+        print(f"{name}: stock {stock.get(name)}, ours {ours.get(name)}")
+    sys.exit(bool(different))
 
 
 if __name__ == "__main__":

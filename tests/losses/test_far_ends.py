@@ -38,12 +38,12 @@ from liger_chunked import (
 )
 from liger_chunked.losses.dpo import LOSS_TYPES, DPOSettings
 from liger_chunked.losses.policy import KL_ESTIMATORS
-
-# Log-ratios far from 0 in both directions need references that are no log-probabilities.
-pytestmark = pytest.mark.filterwarnings("ignore:ref_logps is above 0 on average:UserWarning")
 from liger_chunked.losses.rollouts import IMPORTANCE_LEVELS
 from liger_chunked.losses.surrogates import SURROGATES
 from liger_chunked.types import LARGEST
+
+# Log-ratios far from 0 in both directions need references that are no log-probabilities.
+pytestmark = pytest.mark.filterwarnings("ignore:ref_logps is above 0 on average:UserWarning")
 
 # What a call gives beside heads and hidden states.
 SIDES = ("advantages", "old_logps", "ref_logps", "importance_weights", "teacher_logps", "candidate_logps")
