@@ -297,7 +297,10 @@ def _is_reduced(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
     return values[0].ndim == 0 and all(x.dtype != torch.float16 for x in tensors)
 
 
-@torch.library.custom_op("liger_chunked::fused", mutates_args=())
+_FUSED = "liger_chunked::fused"
+
+
+@torch.library.custom_op(_FUSED, mutates_args=())
 def fused(name: str, tensors: Sequence[Tensor], needs: Sequence[bool], sizes: Sequence[int]) -> list[Tensor]:
     call, (own, leaves) = _calls[name], _leaves(tensors, needs)
 
@@ -310,6 +313,11 @@ def fused(name: str, tensors: Sequence[Tensor], needs: Sequence[bool], sizes: Se
 
     values, gradients = with_autograd(run)
     return _apart([*(x.detach() for x in values), *gradients], tensors)
+
+
+def is_fused(target: Any) -> bool:
+    """Whether the operation of a graph is `fused`."""
+    return isinstance(target, torch._ops.OpOverload) and target.name() == _FUSED
 
 
 @fused.register_fake

@@ -12,7 +12,7 @@ So what Dynamo does not show to `__torch_function__` gets real logits. The compi
 The operator makes `DeferredLogits` of the expression, and runs the function on them: `rules.py` decides, as without a
 compiler, whether it is fused.
 
-Logits that leave: `_drop_unread` takes those that no operation of the graph reads out of the graph's outputs. Then
+Logits that leave: `drop_unread` takes those that no operation of the graph reads out of the graph's outputs. Then
 Dynamo makes the object that leaves, and sets its attributes. `_leaving` is a property whose setter Dynamo does not
 trace, so that it runs at that moment and swaps the tensor.
 """
@@ -27,17 +27,16 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from liger_chunked import whole_graph
 from liger_chunked.deferred import request, sharded
+from liger_chunked.deferred.graph_pass import MARK, drop_unread, is_write
 from liger_chunked.deferred.head import product
 from liger_chunked.deferred.lazy import outside_graphs
 from liger_chunked.deferred.logits import DeferredLogits
 from liger_chunked.private import (
     HAS_STAND_INS,
     at_end_of_trace,
-    aten,
     python_number,
     transforms_are_active,
     without_torch_function,
@@ -202,11 +201,8 @@ def _plain(tree: Any) -> Any:
     return {name: _plain(x) for name, x in tree.items()} if isinstance(tree, dict) else tree
 
 
-_MARK = aten.alias.default  # marks, for `_drop_unread`, what may leave the graph without values
-
-
 def _traced(z: Tensor, expression: Any) -> TracedLogits:
-    made: Any = _MARK(z).as_subclass(TracedLogits)
+    made: Any = MARK(z).as_subclass(TracedLogits)
     made._expression, made._lse = expression, None
     made._leaving = expression  # the last attribute, so that it is set last outside of the graph, too
     return made
@@ -214,7 +210,7 @@ def _traced(z: Tensor, expression: Any) -> TracedLogits:
 
 def _starts() -> bool:
     """Whether a head's call defers in this graph: not under transforms or an export. Dynamo runs this as it traces."""
-    return not (transforms_are_active() or torch.compiler.is_exporting()) and at_end_of_trace(_drop_unread)
+    return not (transforms_are_active() or torch.compiler.is_exporting()) and at_end_of_trace(drop_unread)
 
 
 def _key_of(func: Any) -> str:
@@ -224,16 +220,9 @@ def _key_of(func: Any) -> str:
 
 def _writes(func: Any) -> bool:
     """Whether a function changes a tensor in place. Dynamo runs this as it traces."""
-    return _is_write(getattr(func, "__name__", ""))
+    return is_write(getattr(func, "__name__", ""))
 
 
-def _is_write(name: str) -> bool:
-    return name in _WRITES or (name.endswith("_") and not name.endswith("__"))
-
-
-_WRITES = {"setitem", "__setitem__", "__set__"}
-for _name in "add sub mul truediv floordiv mod pow and or xor lshift rshift".split():
-    _WRITES |= {f"i{_name}", f"__i{_name}__"}  # of `operator`, and methods
 for _constant in (_starts, _key_of, _writes):
     vars(_constant)["_dynamo_marked_constant"] = True
 
@@ -261,10 +250,10 @@ def _recorded(key: str, args: Any, kwargs: Any, result: Tensor) -> Any:
     written = [z for z in logits if z._expression.made.written]
     if written or not logits or not _is_simple(args) or any(isinstance(x, Tensor) for x in kwargs.values()):
         return result
-    made = logits[0]._expression.made
-    call = _call_of(logits[0]._expression)
-    if call.autocast != _autocast(call.hidden.device.type):
+    calls = [_call_of(x._expression) for x in logits]
+    if any(call.autocast != _autocast(call.hidden.device.type) for call in calls):
         return result
+    made = logits[0]._expression.made
     made.n_steps += 1
     args = tuple([x._expression if isinstance(x, TracedLogits) else x for x in args])
     return _traced(result, _Step(made.n_steps, made, key, args, kwargs))
@@ -377,7 +366,8 @@ class _Parts:
         if isinstance(x, _Call):
             return "call", self._call(x, live)
         if isinstance(x, _Step):
-            return "step", x.key, self.encoded(x.args, live and x.name != "detach"), self.encoded(x.kwargs, False)
+            args, kwargs = self.encoded(x.args, live and x.name != "detach"), self.encoded(x.kwargs, False)
+            return "step", x.key, args, kwargs, _call_of(x).autocast
         if isinstance(x, Tensor):
             return "tensor", self._tensor(x)
         if isinstance(x, slice):
@@ -422,10 +412,9 @@ def _run(key: str, calls: Any, tree: Any, accuracy: bool, sizes: Sequence[int] =
         record = None if number is None else RECORDS.get(number)
         tensors_of_call = given[hidden], given[weight], None if bias is None else given[bias]
         options = SimpleNamespace(logits_budget=settings[0], of_trainer=settings[1])
-        layer: Any = Linear(**{RECORD: record})
+        layer: Any = LayerOfGraph(**{RECORD: record})
         logits.append(_product(_Call(layer, options, *tensors_of_call, with_grad, autocast, _Made(), None)))
-    with _under(given[hidden].device.type, autocast):  # of the call, under which all steps ran
-        args, kwargs = (_decoded(x, logits, given, sizes) for x in tree)
+    args, kwargs = (_decoded(x, logits, given, sizes) for x in tree)
     if key == "selected":
         return _selected(*args)
     # torch 2.13 infers the shape () for a cross entropy without a reduction, if the lengths of its arguments are two
@@ -443,8 +432,8 @@ def _run(key: str, calls: Any, tree: Any, accuracy: bool, sizes: Sequence[int] =
     return result, accuracies[0] if accuracies else torch.full((), math.nan, device=result.device)
 
 
-class Linear(SimpleNamespace):
-    """Stands for the layer of a call that a graph has made; the log names its class."""
+class LayerOfGraph(SimpleNamespace):
+    """Stands for the layer of a call that a graph has made, which has its tensors."""
 
 
 def _decoded(x: Any, logits: list[Any], tensors: list[Tensor], sizes: Sequence[int]) -> Any:
@@ -458,102 +447,16 @@ def _decoded(x: Any, logits: list[Any], tensors: list[Tensor], sizes: Sequence[i
     if kind in ("call", "tensor", "size"):
         return {"call": logits, "tensor": tensors, "size": sizes}[kind][rest[0]]
     if kind == "step":
-        return _applied(rest[0], decoded(rest[1]), decoded(rest[2]))
+        key, args, kwargs, autocast = rest
+        args, kwargs = decoded(args), decoded(kwargs)
+        with _under(tensors[0].device.type, autocast):
+            return _applied(key, args, kwargs)
     if kind == "slice":
         return slice(*map(decoded, rest))
     return tuple(map(decoded, rest[0])) if kind == "tuple" else {name: decoded(y) for name, y in rest[0]}
 
 
 whole_graph.FUNCTIONS["deferred"] = _run
-
-
-# Logits that leave
-
-
-def _drop_unread(module: torch.fx.GraphModule) -> None:
-    """Let logits that no operation of a graph reads leave it without values: `TracedLogits._leave` replaces them."""
-    nodes = list(module.graph.nodes)
-    writes = [x for x in nodes if _writes_node(x)]
-    _check_written(nodes, writes)
-    output = nodes[-1]
-    results = [x for x in output.all_input_nodes if x.op != "placeholder"]
-    leaving = [x for x in results if x.target is _MARK and not _changed_later(nodes, writes)]
-    read = _ancestors([x for x in results if x not in leaving] + writes)
-    for z in leaving:
-        if not any(x.target is _MARK and x in read for x in _ancestors([z])):
-            with module.graph.inserting_before(output):
-                nothing = module.graph.call_function(torch.empty, (0,), {"device": "meta"})
-            output.replace_input_with(z, nothing)
-    module.recompile()
-
-
-def _check_written(nodes: list[torch.fx.Node], writes: list[torch.fx.Node]) -> None:
-    """Raise RuntimeError if a graph changes in place what an operator reads, between a head and the operator.
-
-    These are hidden states, a weight, or logits through a tensor without an expression. Eager code raises in its
-    backward, or gets real logits.
-    """
-    places = {node: i for i, node in enumerate(nodes)}
-    changed = {write: {_storage(x) for x in _written_by(write)} for write in writes}
-    for node in nodes:
-        if getattr(node.target, "__name__", "") not in ("fused", "fused.default"):
-            continue
-        for x in node.all_input_nodes:
-            heads = [y for y in x.users if places[y] < places[node] and any(z.target is _MARK for z in y.users)]
-            for head in heads:
-                for write in writes:
-                    between = places[head] < places[write] < places[node]
-                    if between and changed[write] & {_storage(x), _storage(head)}:
-                        raise RuntimeError(
-                            "deferred logits, their hidden states or their weight are changed in place before a loss "
-                            "of these logits, in a compiled graph: change a copy, or compute the loss before"
-                        )
-
-
-def _storage(node: torch.fx.Node) -> Any:
-    value = node.meta.get("example_value")
-    return StorageWeakRef(value.untyped_storage()) if isinstance(value, Tensor) else node
-
-
-def _changed_later(nodes: list[torch.fx.Node], writes: list[torch.fx.Node]) -> bool:
-    """Whether a graph changes in place what a head read, after the head: logits that leave are then computed before."""
-    places = {node: i for i, node in enumerate(nodes)}
-    for write in writes:
-        changed = {_storage(x) for x in _written_by(write)}
-        for head in nodes[: places[write]]:
-            is_head = any(x.target is _MARK for x in head.users)
-            if is_head and not changed.isdisjoint(map(_storage, head.all_input_nodes)):
-                return True
-    return False
-
-
-def _writes_node(node: torch.fx.Node) -> bool:
-    return node.op.startswith("call_") and bool(_written_by(node))
-
-
-def _written_by(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """Return the arguments that an operation of a graph changes in place."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        schema = node.target._schema.arguments
-        given = {x.name: value for x, value in zip(schema, node.args, strict=False)} | dict(node.kwargs)
-        written: Any = [given.get(x.name) for x in schema if x.alias_info is not None and x.alias_info.is_write]
-    else:
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-        first = _is_write(name) or bool(node.kwargs.get("inplace"))
-        written = [node.kwargs.get("out"), node.args[0] if first and node.args else None]
-    tensors = [y for x in written for y in (x if isinstance(x, (list, tuple)) else (x,))]
-    return [x for x in tensors if isinstance(x, torch.fx.Node)]
-
-
-def _ancestors(nodes: list[torch.fx.Node]) -> set[torch.fx.Node]:
-    """Return nodes, and all whose results they read."""
-    found: set[torch.fx.Node] = set()
-    while nodes:
-        node = nodes.pop()
-        if node not in found:
-            found.add(node)
-            nodes.extend(node.all_input_nodes)
-    return found
 
 
 # Functions by name, whose deferred logits are those of eager code. Each is a function of torch, of F, or a method.

@@ -1,0 +1,109 @@
+"""A pass over a finished graph of Dynamo: logits that leave it unread, and changes in place that no loss would see."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from liger_chunked.private import aten
+from liger_chunked.whole_graph import is_fused
+
+MARK = aten.alias.default  # of the logits of a head, which may leave the graph without values
+
+_WRITES = {"setitem", "__setitem__", "__set__"}
+for _name in "add sub mul truediv floordiv mod pow and or xor lshift rshift".split():
+    _WRITES |= {f"i{_name}", f"__i{_name}__"}  # of `operator`, and methods
+
+
+def is_write(name: str) -> bool:
+    """Whether a function of this name changes its first argument."""
+    return name in _WRITES or (name.endswith("_") and not name.endswith("__"))
+
+
+def drop_unread(module: GraphModule) -> None:
+    """Let logits that no operation of a graph reads leave it without values: `TracedLogits._leave` replaces them."""
+    graph = _Graph(list(module.graph.nodes))
+    graph.check_losses()
+    output = graph.nodes[-1]
+    results = [x for x in output.all_input_nodes if x.op != "placeholder"]
+    leaving = [] if graph.changes_what_a_head_read() else [x for x in results if x.target is MARK]
+    read = _ancestors([*(x for x in results if x not in leaving), *graph.writes])
+    for z in leaving:
+        if not any(x.target is MARK and x in read for x in _ancestors([z])):
+            with module.graph.inserting_before(output):
+                nothing = module.graph.call_function(torch.empty, (0,), {"device": "meta"})
+            output.replace_input_with(z, nothing)
+    module.recompile()
+
+
+class _Graph:
+    """The nodes of a graph in order, its heads, and the storages that each writing operation changes."""
+
+    def __init__(self, nodes: list[Node]) -> None:
+        self.nodes = nodes
+        self.places = {node: i for i, node in enumerate(nodes)}
+        self.heads = {x for x in nodes if any(y.target is MARK for y in x.users)}
+        self.writes = {x: set(map(_storage, written)) for x in nodes if (written := _written_by(x))}
+
+    def changes_what_a_head_read(self) -> bool:
+        """Whether hidden states or a weight change after a head: logits that leave are then computed before."""
+        return any(
+            self.places[head] < self.places[write] and not changed.isdisjoint(map(_storage, head.all_input_nodes))
+            for write, changed in self.writes.items()
+            for head in self.heads
+        )
+
+    def check_losses(self) -> None:
+        """Raise RuntimeError if a graph changes in place what an operator reads, between a head and the operator.
+
+        These are hidden states, a weight, or logits through a tensor without an expression. Eager code raises in its
+        backward, or gets real logits.
+        """
+        for loss in self.nodes if self.writes else ():
+            for x in loss.all_input_nodes if is_fused(loss.target) else ():
+                for head in self.heads.intersection(x.users):
+                    if self._changes_between(head, loss, {_storage(x), _storage(head)}):
+                        raise RuntimeError(
+                            "deferred logits, their hidden states or their weight are changed in place before a loss "
+                            "of these logits, in a compiled graph: change a copy, or compute the loss before"
+                        )
+
+    def _changes_between(self, first: Node, last: Node, storages: set[Any]) -> bool:
+        return any(
+            self.places[first] < self.places[write] < self.places[last] and not changed.isdisjoint(storages)
+            for write, changed in self.writes.items()
+        )
+
+
+def _storage(node: Node) -> Any:
+    value = node.meta.get("example_value")
+    return StorageWeakRef(value.untyped_storage()) if isinstance(value, Tensor) else node
+
+
+def _written_by(node: Node) -> list[Node]:
+    """Return the arguments that an operation of a graph changes in place."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        schema = node.target._schema.arguments
+        given = {x.name: value for x, value in zip(schema, node.args, strict=False)} | dict(node.kwargs)
+        written: Any = [given.get(x.name) for x in schema if x.alias_info is not None and x.alias_info.is_write]
+    else:
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        first = is_write(name) or bool(node.kwargs.get("inplace"))
+        written = [node.kwargs.get("out"), node.args[0] if first and node.args else None]
+    tensors = [y for x in written for y in (x if isinstance(x, (list, tuple)) else (x,))]
+    return [x for x in tensors if isinstance(x, Node)]
+
+
+def _ancestors(nodes: list[Node]) -> set[Node]:
+    """Return nodes, and all whose results they read."""
+    found: set[Node] = set()
+    while nodes:
+        node = nodes.pop()
+        if node not in found:
+            found.add(node)
+            nodes.extend(node.all_input_nodes)
+    return found
