@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_chunked.deferred.swap import STOCK, Patch, patch_of, patched_class, set_patch, stock_class
+from liger_chunked.deferred.swap import STOCK, Patch, patch_of
 from liger_chunked.integrations.transformers import layers
 from liger_chunked.integrations.transformers.experts import EXPERTS_GATE, experts_method
 from liger_chunked.integrations.transformers.layers import Binding
@@ -20,8 +20,6 @@ from liger_chunked.integrations.transformers.overrides import rope_of
 from liger_chunked.integrations.transformers.source import rotary_methods, with_other_globals
 from liger_chunked.layers.tiled import Tokens, after_tiles, follows_tiles, tile_tokens, tiled
 from liger_chunked.private import transforms_are_active
-
-__all__ = ["LayerPatch", "has_our_layer", "is_patched", "patch_of", "patched_class", "set_patch", "stock_class"]
 
 Method = Callable[..., Any]
 
@@ -108,13 +106,24 @@ def _rotating(cls: Any, name: str, added: dict[str, str]) -> Any:
     return method
 
 
-@functools.cache
 def layer_method(binding: Binding, cls: Any, stock: Method, tokens: Tokens) -> Method:
-    """Compile a method like `stock` of `cls` that passes inputs and attributes to the layer, whole or in tiles.
+    """Return the method of a patched class that runs `binding.layer`. It takes the arguments of `stock`.
 
-    It runs the method of `cls` instead, once that is no longer `stock`: the user replaced it. So it does, unless in
-    tiles, in a compiled graph, where Inductor fuses stock code while an operator of ours costs a call through Python,
-    and where no kernel runs. Each has its own code, because Dynamo limits a code's compilations.
+    It passes them and attributes of the module to the layer, all tokens at once or `tokens` at a time. In these cases
+    it runs the method of `cls` instead:
+
+    - The method is no longer `stock`: the user replaced it.
+    - In a compiled graph: Inductor fuses stock code, and an operator of ours costs a call through Python.
+    - Where no kernel runs, such as on a CPU and in float64: the layer's PyTorch code is slower than stock code.
+
+    With `tokens` the layer runs in the last two cases too. Each class gets code of its own, because Dynamo limits how
+    often it compiles one code object.
+
+    Args:
+        binding: the layer, and the names of its attributes in `cls`.
+        cls: the class without the patch.
+        stock: the method of `cls` when it was patched.
+        tokens: of a tile, or False; see `LayerPatch`.
     """
     name = binding.layer.method
     owner, *parameters = inspect.signature(stock).parameters.values()
@@ -153,13 +162,5 @@ def layer_method(binding: Binding, cls: Any, stock: Method, tokens: Tokens) -> M
     return method
 
 
-def is_patched(module: nn.Module) -> bool:
-    return patch_of(module) is not None
-
-
 def has_our_code(module: nn.Module) -> bool:
     return isinstance(patch_of(module), (LayerPatch, RopePatch))
-
-
-def has_our_layer(module: nn.Module) -> bool:
-    return isinstance(patch_of(module), LayerPatch)
