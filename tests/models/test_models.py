@@ -37,9 +37,9 @@ from liger_chunked.integrations.transformers import (
     run_head,
 )
 from liger_chunked.integrations.transformers.detect import calls_loss_function
-from liger_chunked.integrations.transformers.layers import rotate_halves, rotate_pairs, rotate_vision
 from liger_chunked.integrations.transformers.overrides import SWITCHES, family_modeling, rope_of
 from liger_chunked.integrations.transformers.patched_class import RopePatch
+from liger_chunked.integrations.transformers.rotary import rotate_halves, rotate_pairs, rotate_vision
 from liger_chunked.kernels.backend import INTERPRETED
 
 # Some layers of transformers have no deterministic backward.

@@ -228,7 +228,7 @@ def register_layer(cls: type[nn.Module], layer: Layer, **names: str) -> None:
     """Let `layer` serve a class whose code `apply_liger_kernel` does not recognise.
 
     That both compute the same is yours to know, `check_model` compares a model with it. Serves subclasses without own
-    code too.
+    code too. The layer runs on every device and dtype, also where no kernel does.
 
     Args:
         cls: a module class. The layer's method, `forward` unless it names another, takes the layer's inputs.

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from liger_chunked.deferred.swap import STOCK, Patch, patch_of
-from liger_chunked.integrations.transformers import layers
 from liger_chunked.integrations.transformers.experts import EXPERTS_GATE, experts_method
 from liger_chunked.integrations.transformers.layers import Binding
 from liger_chunked.integrations.transformers.overrides import rope_of
 from liger_chunked.integrations.transformers.source import rotary_methods, with_other_globals
+from liger_chunked.kernels.backend import use_triton
 from liger_chunked.layers.tiled import Tokens, after_tiles, follows_tiles, tile_tokens, tiled
 from liger_chunked.private import transforms_are_active
 
@@ -84,7 +84,7 @@ def add_rope(module: str, name: str) -> str:
         current = getattr(owner, name)
         if current is not stock or ours is None or torch.compiler.is_compiling() or transforms_are_active():
             return current(*args, **kwargs)
-        if not layers.kernels_serve(args[0] if args else next(iter(kwargs.values()))):
+        if not use_triton(args[0] if args else next(iter(kwargs.values()))):
             return current(*args, **kwargs)
         return ours(*args, **kwargs)
 
@@ -114,7 +114,8 @@ def layer_method(binding: Binding, cls: Any, stock: Method, tokens: Tokens) -> M
 
     - The method is no longer `stock`: the user replaced it.
     - In a compiled graph: Inductor fuses stock code, and an operator of ours costs a call through Python.
-    - Where no kernel runs, such as on a CPU and in float64: the layer's PyTorch code is slower than stock code.
+    - Where no kernel runs, such as on a CPU and in float64: the layer's PyTorch code is slower than stock code. A
+      layer whose binding is `everywhere` runs there.
 
     With `tokens` the layer runs in the last two cases too. Each class gets code of its own, because Dynamo limits how
     often it compiles one code object.
@@ -133,31 +134,28 @@ def layer_method(binding: Binding, cls: Any, stock: Method, tokens: Tokens) -> M
     attributes = "".join(
         f", {owner.name}.{n}" if needed else f", getattr({owner.name}, {n!r}, None)" for n, needed in reads
     )
-    stays = [f"_cls.{name} is not _stock"]
+    call = f"_layer({inputs}{attributes})"
+    runs_stock = [f"_cls.{name} is not _stock"]
     if tokens is False:
-        stays.append("_compiling()")
-        if not binding.layer.everywhere:
-            stays.append(f"not _layers.kernels_serve({parameters[0].name})")
-    replaced = f"    if {' or '.join(stays)}:\n        return _cls.{name}({owner.name}, {inputs})\n"
-    namespace: dict[str, Any] = {"_layer": binding.layer.run, "_cls": cls, "_stock": stock}
-    namespace |= {"_compiling": torch.compiler.is_compiling, "_layers": layers}
-    in_tiles = ""
+        runs_stock.append("_compiling()")
+        if not binding.everywhere:
+            runs_stock.append(f"not use_triton({parameters[0].name})")
+    lines = [f"if {' or '.join(runs_stock)}: return _cls.{name}({owner.name}, {inputs})"]
     if tokens is not False and binding.layer.is_norm:
-        namespace |= {"_follows": follows_tiles, "_after": after_tiles}
-        in_tiles = (
-            f"    if _follows({inputs}):\n"
-            f"        return _after(lambda {inputs}: _layer({inputs}{attributes}), {owner.name}, {inputs})\n"
-        )
+        lines.append(f"if _follows({inputs}): return _after(lambda {inputs}: {call}, {owner.name}, {inputs})")
     elif tokens is not False:
-        namespace |= {"_tokens": functools.partial(tile_tokens, tokens=tokens), "_tiles": tiled}
-        in_tiles = (
-            f"    _n = _tokens({owner.name}, {inputs})\n"
-            f"    if _n is not None:\n"
-            f"        return _tiles(lambda {inputs}: _layer({inputs}{attributes}), {owner.name}, {inputs}, _n)\n"
-        )
-    body = f"{replaced}{in_tiles}    return _layer({inputs}{attributes})"
-    exec(f"def {name}({taken}):\n{body}", namespace)
-    method = namespace[name]
+        lines.append(f"_n = _tile_tokens({owner.name}, {inputs}, _tokens)")
+        lines.append(f"if _n is not None: return _tiled(lambda {inputs}: {call}, {owner.name}, {inputs}, _n)")
+    body = "\n  ".join([*lines, f"return {call}"])
+    constants = {
+        "_layer": binding.layer.run, "_cls": cls, "_stock": stock, "_compiling": torch.compiler.is_compiling,
+        "_follows": follows_tiles, "_after": after_tiles,
+        "_tile_tokens": tile_tokens, "_tokens": tokens, "_tiled": tiled,
+    }  # fmt: skip
+    made: dict[str, Any] = {}
+    # The constants are in a closure, so that the method reads `use_triton` of this module when it runs.
+    exec(f"def make({', '.join(constants)}):\n def {name}({taken}):\n  {body}\n return {name}", globals(), made)
+    method: Method = made["make"](**constants)
     vars(method)[STOCK] = stock
     return method
 
