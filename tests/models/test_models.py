@@ -38,7 +38,7 @@ from liger_chunked.integrations.transformers import (
 )
 from liger_chunked.integrations.transformers.detect import calls_loss_function
 from liger_chunked.integrations.transformers.overrides import SWITCHES, family_modeling, rope_of
-from liger_chunked.integrations.transformers.patched_class import RopePatch
+from liger_chunked.integrations.transformers.patched_class import RopePatch, add_rope
 from liger_chunked.integrations.transformers.rotary import rotate_halves, rotate_pairs, rotate_vision
 from liger_chunked.kernels.backend import INTERPRETED
 
@@ -361,6 +361,19 @@ def test_patching_one_model_changes_no_other(calls):
         revert_liger_kernel(model)
         calls.clear()
         assert step(model, labelled(tiny))[0].loss.equal(expected[0].loss) and not calls
+
+
+@pytest.mark.stock_layers
+def test_a_rotary_function_takes_keywords_in_any_order():
+    """The queries decide whether a kernel runs, also after an argument that is no tensor."""
+    from transformers.models.llama import modeling_llama as modeling
+
+    tensors = {name: torch.randn(1, 2, 3, 4) for name in ("q", "k")} | {
+        name: torch.randn(1, 3, 4) for name in ("cos", "sin")
+    }
+    ours = getattr(modeling, add_rope(modeling.__name__, "apply_rotary_pos_emb"))
+    found = ours(unsqueeze_dim=1, **tensors)
+    torch.testing.assert_close(found, modeling.apply_rotary_pos_emb(**tensors))
 
 
 @pytest.mark.few(1)

@@ -73,18 +73,20 @@ def add_rope(module: str, name: str) -> str:
 
     It calls what the module has in the place of the stock function: where somebody replaced that, where no kernel runs
     or computes it, because a pickled model met another version of its modeling file, under transforms of torch.func,
-    and in compiled graphs, as layers do (`layer_method`).
+    and in compiled graphs, as layers do (`layer_method`). The first argument, the queries, decides whether a kernel
+    runs.
     """
     owner = importlib.import_module(module)
     stock = getattr(owner, name)
     ours = rope_of(stock)
+    queries = next(iter(inspect.signature(stock).parameters))
 
     @functools.wraps(stock)
     def rotated(*args: Any, **kwargs: Any) -> Any:
         current = getattr(owner, name)
         if current is not stock or ours is None or torch.compiler.is_compiling() or transforms_are_active():
             return current(*args, **kwargs)
-        if not use_triton(args[0] if args else next(iter(kwargs.values()))):
+        if not use_triton(args[0] if args else kwargs[queries]):
             return current(*args, **kwargs)
         return ours(*args, **kwargs)
 
