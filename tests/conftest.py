@@ -268,10 +268,11 @@ def expects_triton(device: str) -> bool:
 @pytest.fixture(autouse=True)
 def layers_on_a_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
     """Let patched layers run our code on a CPU, as on a GPU, in place of stock's."""
-    layers = sys.modules.get("liger_chunked.integrations.transformers.layers")
     with pytest.MonkeyPatch.context() as patch:
-        if layers is not None and not request.node.get_closest_marker("stock_layers"):
-            patch.setattr(layers, "kernels_serve", lambda x: True)
+        for name in ("patched_class", "experts"):
+            module = sys.modules.get(f"liger_chunked.integrations.transformers.{name}")
+            if module is not None and not request.node.get_closest_marker("stock_layers"):
+                patch.setattr(module, "use_triton", lambda x: True)
         yield
 
 

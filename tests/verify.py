@@ -22,6 +22,12 @@ from transformers import PreTrainedModel
 from liger_chunked.deferred.code import FORWARD_SLOTS
 from liger_chunked.integrations.transformers import layers as kinds
 from liger_chunked.integrations.transformers.layers import Binding, Layer
+from liger_chunked.integrations.transformers.rotary import (
+    rotate_halves_by_half,
+    rotate_one_by_half,
+    rotate_pairs_of_repeated,
+    rotate_vision,
+)
 
 _TOLERANCE = 1e-4  # relative to a token's norm, in float32
 _MOST_ROUNDED = 0.02  # of a norm's bfloat16 values; another casting order changes a tenth
@@ -36,6 +42,11 @@ class Difference(ValueError):
 
 class Incomparable(Exception):
     """The original code does not run here."""
+
+
+def run(binding: Binding, module: nn.Module, *inputs: Tensor) -> Tensor:
+    """Run a layer of ours on a module of the class that it serves."""
+    return binding.layer.run(*inputs, *binding.values(module))
 
 
 def check_layer(binding: Binding, module: nn.Module, cls: type[nn.Module]) -> None:
@@ -111,11 +122,11 @@ def _default_angles(ours: Callable[..., Any]) -> _Angles:
     angles = _POSITIONS[..., None] * 10.0 ** -torch.arange(0.0, 2.0, 0.25, dtype=torch.float32)
     if "freqs_cis" in inspect.signature(ours).parameters:
         return {"freqs_cis": torch.polar(torch.ones_like(angles), angles)}
-    if ours is kinds.rotate_pairs_of_repeated:
+    if ours is rotate_pairs_of_repeated:
         angles = angles.repeat_interleave(2, dim=-1)
-    elif ours not in (kinds.rotate_halves_by_half, kinds.rotate_one_by_half):
+    elif ours not in (rotate_halves_by_half, rotate_one_by_half):
         angles = angles.repeat(1, 1, 2)
-    angles = angles[0] if ours is kinds.rotate_vision else angles
+    angles = angles[0] if ours is rotate_vision else angles
     return {"cos": angles.cos(), "sin": angles.sin()}
 
 
@@ -347,7 +358,7 @@ def _step(method: Callable[..., Any], probe: Any, inputs: list[Tensor]) -> _Step
 
 def _layer_difference(binding: Binding, probe: Any, cls: Any, expected: _Step) -> str | None:
     try:
-        ours = _step(functools.partial(binding.run, probe), probe, expected.inputs)
+        ours = _step(functools.partial(run, binding, probe), probe, expected.inputs)
         found = _largest(ours.output, expected.output)
         if found is None and not probe._modules and binding.layer.method == "forward":
             found = _rounding(binding, probe, cls, expected.inputs[0].shape[-1])
@@ -384,7 +395,7 @@ def _rounding(binding: Binding, probe: Any, cls: Any, width: int) -> str | None:
             expected = getattr(cls, binding.layer.method)(probe, *inputs)
         except RuntimeError:  # no mixed dtypes
             continue
-        ours = binding.run(probe, *inputs)
+        ours = run(binding, probe, *inputs)
         if ours.dtype != expected.dtype:
             return f"for bfloat16 and a {dtype} weight it returns {expected.dtype}, the kernel {ours.dtype}"
         changed = (ours != expected).float().mean().item()

@@ -17,12 +17,14 @@ class Request:
     - `withhold`: cross entropies return 0, so that the loss of a forward is the sum of its other terms
     - `accuracies`: a list that gets the token accuracy of each fused cross entropy
     - `sources`: a list that gets the `Source` of each call of a head that defers
+    - `waiting`: the call that made the request, until the forward of its model takes it (an integration's object)
     """
 
     defer: bool | None = None
     withhold: bool = False
     accuracies: list[Any] | None = None
     sources: list[Any] | None = None
+    waiting: Any = None
 
 
 _CURRENT = threading.local()

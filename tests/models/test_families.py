@@ -28,6 +28,7 @@ from liger_chunked.integrations.transformers import (
     overrides,
     register_layer,
     revert_liger_kernel,
+    rotary,
     source,
 )
 
@@ -53,7 +54,7 @@ def test_rotary_rows(path, ours):
     family, name = path.split(".")
     function = getattr(modeling(family), name)
     if path == "glm4v.apply_rotary_pos_emb" and "repeat_interleave" in inspect.getsource(function):
-        ours = layers.rotate_pairs  # older transformers repeat the angles here, as GLM-4 does
+        ours = rotary.rotate_pairs  # older transformers repeat the angles here, as GLM-4 does
     assert overrides.rope_of(function) is ours
     assert verify.rotary_difference(ours, function, []) is None
 
@@ -62,7 +63,7 @@ def test_learned_positions():
     """MLCD's have a gradient, which the kernel does not compute."""
     q, k, angles = torch.randn(5, 3, 16), torch.randn(5, 2, 16), torch.randn(5, 16, requires_grad=True)
     found = []
-    for function in (layers.rotate_vision, modeling("mlcd").apply_rotary_pos_emb_vision):
+    for function in (rotary.rotate_vision, modeling("mlcd").apply_rotary_pos_emb_vision):
         rotated = function(q, k, angles.cos(), angles.sin())
         found.append((*rotated, *torch.autograd.grad(sum(y.square().sum() for y in rotated), angles)))
     for value, same in zip(*found, strict=True):
@@ -71,8 +72,8 @@ def test_learned_positions():
 
 def test_a_wrong_rotation_is_found():
     function = modeling("llama").apply_rotary_pos_emb
-    assert "differ" in verify.rotary_difference(layers.rotate_pairs, function, [])
-    assert "differ" in verify.rotary_difference(layers.rotate_halves, function, [WholeRotaryEmbedding()])
+    assert "differ" in verify.rotary_difference(rotary.rotate_pairs, function, [])
+    assert "differ" in verify.rotary_difference(rotary.rotate_halves, function, [WholeRotaryEmbedding()])
 
 
 class WholeRotaryEmbedding(nn.Module):
@@ -108,8 +109,8 @@ def test_sparse_gates(layer_idx):
     x = torch.randn(7, 16, requires_grad=True)
     upstream = torch.randn(7, 16)
     of = [x, *mlp.parameters()]
-    expected, found = (torch.autograd.grad(y, of, upstream) for y in (mlp(x), binding.run(mlp, x)))
-    torch.testing.assert_close(binding.run(mlp, x), mlp(x))
+    expected, found = (torch.autograd.grad(y, of, upstream) for y in (mlp(x), verify.run(binding, mlp, x)))
+    torch.testing.assert_close(verify.run(binding, mlp, x), mlp(x))
     for value, same in zip(found, expected, strict=True):
         torch.testing.assert_close(value, same)
     cut = (mlp._gaussian_topk(mlp.gate_proj(x)) == 0).float().mean()

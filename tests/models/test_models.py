@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 import liger_chunked
 from liger_chunked import LigerFusedLinearCrossEntropyLoss
+from liger_chunked.deferred.swap import patch_of
 from liger_chunked.integrations.transformers import (
     AutoLigerKernelForCausalLM,
     AutoLigerKernelForImageTextToText,
@@ -36,9 +37,9 @@ from liger_chunked.integrations.transformers import (
     run_head,
 )
 from liger_chunked.integrations.transformers.detect import calls_loss_function
-from liger_chunked.integrations.transformers.layers import rotate_halves, rotate_pairs, rotate_vision
 from liger_chunked.integrations.transformers.overrides import SWITCHES, family_modeling, rope_of
-from liger_chunked.integrations.transformers.patched_class import RopePatch, is_patched, patch_of
+from liger_chunked.integrations.transformers.patched_class import RopePatch, add_rope
+from liger_chunked.integrations.transformers.rotary import rotate_halves, rotate_pairs, rotate_vision
 from liger_chunked.kernels.backend import INTERPRETED
 
 # Some layers of transformers have no deterministic backward.
@@ -362,6 +363,19 @@ def test_patching_one_model_changes_no_other(calls):
         assert step(model, labelled(tiny))[0].loss.equal(expected[0].loss) and not calls
 
 
+@pytest.mark.stock_layers
+def test_a_rotary_function_takes_keywords_in_any_order():
+    """The queries decide whether a kernel runs, also after an argument that is no tensor."""
+    from transformers.models.llama import modeling_llama as modeling
+
+    tensors = {name: torch.randn(1, 2, 3, 4) for name in ("q", "k")} | {
+        name: torch.randn(1, 3, 4) for name in ("cos", "sin")
+    }
+    ours = getattr(modeling, add_rope(modeling.__name__, "apply_rotary_pos_emb"))
+    found = ours(unsqueeze_dim=1, **tensors)
+    torch.testing.assert_close(found, modeling.apply_rotary_pos_emb(**tensors))
+
+
 @pytest.mark.few(1)
 @by_kind
 def test_a_patched_model_pickles(tiny, tmp_path):
@@ -385,7 +399,7 @@ def test_a_patched_model_pickles(tiny, tmp_path):
     loaded = type(model).from_pretrained(tmp_path).eval()
     stock = step(model, arguments)
     for same in (twin, loaded):
-        assert not is_patched(same)
+        assert not patch_of(same)
         assert step(same, arguments)[0].loss.equal(stock[0].loss)
 
 
@@ -548,11 +562,11 @@ def test_a_family_before_its_models_are_built(family):
         with_logits = step(tiny.build(), arguments)
         assert_same_step(with_logits, stock)
         assert_real_logits(with_logits[0])
-        assert not is_patched(reference)
+        assert not patch_of(reference)
     finally:
         revert_liger_kernel(family)
     assert [vars(cls).get("__init__") for cls in classes] == constructors
-    assert not is_patched(tiny.build())
+    assert not patch_of(tiny.build())
     revert_liger_kernel(model)
     assert_same_step(step(model, arguments), stock)
     assert state_of(reference) == before
@@ -572,7 +586,7 @@ def test_a_family_inside_another_model():
         revert_liger_kernel("llama")
     backbone = model.model.language_model
     assert list(backbone._liger_applied.replaced) == ["rms_norm", "swiglu", "rope"]
-    assert not is_patched(model) and is_patched(backbone.norm)
+    assert not patch_of(model) and patch_of(backbone.norm)
 
 
 def test_a_family_with_a_class_of_ones_own():
@@ -600,10 +614,10 @@ def test_a_constructor_that_somebody_wrapped(monkeypatch):
     try:
         ours = cls.__init__
         monkeypatch.setattr(cls, "__init__", lambda self, *args: ours(self, *args))
-        assert is_patched(BY_ID["llama"].build())
+        assert patch_of(BY_ID["llama"].build())
     finally:
         revert_liger_kernel("llama")
-    assert not is_patched(BY_ID["llama"].build())
+    assert not patch_of(BY_ID["llama"].build())
     monkeypatch.undo()
     cls.__init__ = inspect.unwrap(ours)
 
@@ -623,10 +637,10 @@ def test_auto_model(tiny, tmp_path):
     assert type(model).__name__ == tiny.model_class
     norm, mlp = model.get_decoder().norm, model.get_decoder().layers[0].mlp
 
-    assert is_patched(norm) and not any(map(is_patched, mlp.modules()))
+    assert patch_of(norm) and not any(map(patch_of, mlp.modules()))
     model.save_pretrained(tmp_path)
     again = liger_chunked.AutoLigerKernelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, logits_budget=4096)
-    assert is_patched(again.get_decoder().norm) and any(map(is_patched, again.get_decoder().layers[0].mlp.modules()))
+    assert patch_of(again.get_decoder().norm) and any(map(patch_of, again.get_decoder().layers[0].mlp.modules()))
     assert again.get_output_embeddings().weight.equal(model.get_output_embeddings().weight)
     assert_fused(step(again, labelled(tiny))[0])
     revert_liger_kernel(model)

@@ -23,8 +23,8 @@ from torch.nn.utils import parametrize
 from transformers.models.llama import modeling_llama
 
 import liger_chunked
+from liger_chunked.deferred.swap import patch_of
 from liger_chunked.integrations.transformers import apply_liger_kernel, attach_head, detach_head, revert_liger_kernel
-from liger_chunked.integrations.transformers.patched_class import is_patched
 
 pytestmark = [
     pytest.mark.ordinary_memory,
@@ -114,7 +114,7 @@ def test_a_shallow_copy_is_reverted_alone():
     assert_real_logits(twin(**arguments))
     assert_fused(model(**arguments))
     detach_head(twin)
-    assert not is_patched(twin) and is_patched(model)
+    assert not patch_of(twin) and patch_of(model)
     assert model(**arguments, head_fn=lambda head, input: input.hidden_states.shape)[-1] == HIDDEN
 
 
@@ -175,7 +175,7 @@ def test_fully_shard(first, alone):
     between = {name: type(m) for name, m in model.named_modules()}
     second(model)
     norm = model.model.layers[0].input_layernorm
-    assert isinstance(norm, FSDPModule) and is_patched(norm) and isinstance(model, FSDPModule) and is_patched(model)
+    assert isinstance(norm, FSDPModule) and patch_of(norm) and isinstance(model, FSDPModule) and patch_of(model)
     for _ in range(2):
         output, gradients = step(model, arguments)
         assert_fused(output)
@@ -184,7 +184,7 @@ def test_fully_shard(first, alone):
     assert_same_step((output, full(step(model, arguments)[1])), stock)
     revert_liger_kernel(model)
     assert isinstance(norm, FSDPModule) and isinstance(model, FSDPModule)
-    assert not any(is_patched(m) for m in model.modules())
+    assert not any(patch_of(m) for m in model.modules())
     after = {name: type(m) for name, m in model.named_modules()}
     if second is apply_liger_kernel:
         assert after == between
@@ -251,9 +251,9 @@ def test_peft_wraps_what_is_patched():
     ours = step(model, labelled(BY_ID["llama"]))
     assert_same_step(ours, stock)
     assert_fused(ours[0])
-    assert is_patched(model.base_model.model.model.norm.modules_to_save["default"])
+    assert patch_of(model.base_model.model.model.norm.modules_to_save["default"])
     revert_liger_kernel(model)
-    assert not any(is_patched(m) for m in model.modules())
+    assert not any(patch_of(m) for m in model.modules())
     assert step(model, labelled(BY_ID["llama"]))[0].loss.equal(stock[0].loss)
 
 
@@ -279,7 +279,7 @@ def test_a_subclass_of_a_model_is_patched_twice():
     assert_fused(step(model, arguments)[0])
     revert_liger_kernel(model)
     detach_head(model)
-    assert type(model) is Scaled and not any(is_patched(m) for m in model.modules())
+    assert type(model) is Scaled and not any(patch_of(m) for m in model.modules())
 
 
 class KeyedNorm(modeling_llama.LlamaRMSNorm):
@@ -318,4 +318,4 @@ def test_an_error_keeps_the_patch_of_a_family():
             BY_ID["llama"].build()
     finally:
         revert_liger_kernel("llama")
-    assert not is_patched(BY_ID["llama"].build())
+    assert not patch_of(BY_ID["llama"].build())

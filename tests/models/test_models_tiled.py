@@ -15,12 +15,12 @@ from test_models_training import adapted
 from torch import Tensor, nn
 
 import liger_chunked
+from liger_chunked.deferred.swap import patch_of
 from liger_chunked.integrations.transformers import (
     AutoLigerKernelForCausalLM,
     apply_liger_kernel,
     revert_liger_kernel,
 )
-from liger_chunked.integrations.transformers.patched_class import is_patched
 
 pytestmark = [
     pytest.mark.ordinary_memory,
@@ -115,7 +115,7 @@ def test_what_is_refused_or_left_alone():
     experts = BY_ID["mixtral"].build()
     with pytest.raises(ValueError, match="tiled_mlp matches nothing in mixtral, which has no gated MLP beside experts"):
         apply_liger_kernel(experts, tiled_mlp=True)
-    assert not any(map(is_patched, experts.modules()))
+    assert not any(map(patch_of, experts.modules()))
     applied = apply_liger_kernel(experts, tiled_mlp="auto")
     assert "tiled_mlp" not in applied.replaced and applied.left["MixtralExperts"].startswith("not tiled: ")
     mixed = BY_ID["qwen3_moe"].build()

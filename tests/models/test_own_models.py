@@ -334,6 +334,22 @@ def test_a_layer_of_ones_own(table):
     torch.testing.assert_close(step(model, arguments)[0].loss, stock[0].loss, rtol=1e-5, atol=0)
 
 
+@pytest.mark.stock_layers
+def test_a_registered_layer_runs_without_kernels_too(table):
+    dtypes = []
+
+    def run(x, weight, eps):
+        dtypes.append(x.dtype)
+        return norm_1_5(x, weight, eps)
+
+    register_layer(Norm, Layer(run, "rms_norm"))
+    model = with_norm(Norm)
+    apply_liger_kernel(model)
+    for dtype in (torch.float32, torch.float64):
+        model.to(dtype)(**batch())
+    assert dtypes == [torch.float32, torch.float64]
+
+
 LAYERS = [
     (Louder, "loss: error"),
     (Detached, "gradient of "),

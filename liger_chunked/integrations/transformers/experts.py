@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations import moe
 
-from liger_chunked.integrations.transformers import layers
 from liger_chunked.integrations.transformers.detect import STOCK
+from liger_chunked.kernels.backend import use_triton
 from liger_chunked.kernels.operands import all_plain
 from liger_chunked.layers.experts import add_bias_, combine_rows, gather_tokens, route
 from liger_chunked.private import own_tensors
@@ -65,7 +65,7 @@ def _serves(module: Any, args: tuple[Tensor, ...]) -> bool:
     return (
         getattr(module.config, "_experts_implementation", None) == GROUPED
         and moe.ALL_EXPERTS_FUNCTIONS.get(GROUPED) is _STOCK is not None
-        and layers.kernels_serve(args[0])  # float64, which grouped products refuse, has no kernels either
+        and use_triton(args[0])  # float64, which grouped products refuse, has no kernels either
         and not torch.jit.is_tracing()  # type: ignore[attr-defined]
         and all_plain((*args, *own_tensors(module).values()))
         and _is_known(*(bool(getattr(module, name, False)) for name in _FLAGS))

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,10 +23,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from liger_chunked.deferred import Deferral, DeferredLogits, deferral_of, is_deferring, set_deferral
+from liger_chunked.deferred import Deferral, DeferredLogits, deferral_of, is_deferring, request, set_deferral
 from liger_chunked.deferred.defer import refusal_of
 from liger_chunked.deferred.lazy import REASON, outside_graphs
-from liger_chunked.deferred.request import ASKED, Asked, current, requested
+from liger_chunked.deferred.request import ASKED, Asked, Request, current, requested
 from liger_chunked.deferred.swap import STOCK, Patch
 from liger_chunked.device import is_gpu
 from liger_chunked.integrations.transformers.detect import head_of, inner_model
@@ -95,7 +94,8 @@ class ModelPatch(Patch):
             hold_head(self)
             if (items := kwargs.get("num_items_in_batch")) is not None:
                 kwargs["num_items_in_batch"] = _at_least_one(items)
-            if _KEYWORDS.isdisjoint(kwargs) and _WAITING == 0:
+            # Without an active request, no call with keywords waits for this forward.
+            if _KEYWORDS.isdisjoint(kwargs) and not request.ACTIVE:
                 return cls.forward(self, *args, **kwargs)
             return _inside(self, cls.forward, args, kwargs)
 
@@ -145,47 +145,32 @@ def _hold(model: PreTrainedModel, head: nn.Module) -> None:
         set_deferral(head, state.deferral, model)
 
 
-# Calls that wait for their forward: a number that Dynamo can read, and the innermost of each thread.
-_WAITING = 0
-_INNERMOST = threading.local()
-_COUNT = threading.Lock()
-
-
 @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
 def _outside(
     model: PreTrainedModel, stock_call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Call a model whose keywords no wrapper of its forward would know."""
-    global _WAITING
     if tracing_callback() is not None:
         # From now on Dynamo compiles what these call, and breaks no graph here. Functions that call them inline them.
         skip_frame(type(model).__call__)
         skip_frame(type(model).forward)
     plan = _planned(model, args, kwargs)
-    before, _INNERMOST.plan = getattr(_INNERMOST, "plan", None), plan
-    with _COUNT:
-        _WAITING += 1
-    try:
-        with plan.request():
-            outputs = stock_call(model, *plan.args, **plan.arguments)
-        # A forward that was set on the instance bypassed ours.
-        return outputs if plan.finished else plan.finish(outputs)
-    finally:
-        _INNERMOST.plan = before
-        with _COUNT:
-            _WAITING -= 1
+    with requested(waiting=plan, **plan.changes):
+        outputs = stock_call(model, *plan.args, **plan.arguments)
+    # A forward that was set on the instance bypassed ours.
+    return outputs if plan.finished else plan.finish(outputs)
 
 
 @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
 def _inside(model: PreTrainedModel, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the forward of a call with keywords, given here or taken by `_outside`."""
-    plan = getattr(_INNERMOST, "plan", None)
     if not _KEYWORDS.isdisjoint(kwargs):  # `model.forward(...)`, as PEFT calls it
         plan = _planned(model, args, kwargs)
-        with plan.request():
+        with requested(**plan.changes):
             if tracing_callback() is not None:
                 return plan.finish(plan.run_compiled(stock, plan.args, plan.arguments))
             return plan.finish(stock(model, *plan.args, **plan.arguments))
+    plan = current().waiting
     if plan is None or plan.finished or plan.model is not model:
         return stock(model, *args, **kwargs)
     if tracing_callback() is not None:
@@ -194,15 +179,18 @@ def _inside(model: PreTrainedModel, stock: Callable[..., Any], args: tuple[Any, 
 
 
 class _Plan:
-    """How a call with keywords runs: the arguments of the stock forward, and what becomes of its outputs."""
+    """How a call with keywords runs: the arguments of the stock forward, and what becomes of its outputs.
 
-    def __init__(self, model: PreTrainedModel, args: tuple[Any, ...], arguments: dict[str, Any]) -> None:
+    `changes` are those of the request that is active while the forward runs.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, args: tuple[Any, ...], arguments: dict[str, Any], **changes: Any
+    ) -> None:
         self.model, self.args, self.arguments, self.finished = model, args, arguments, False
         self.sources: list[Any] = []  # of the heads' calls
+        self.changes = {"sources": self.sources, **changes}
         self.gave_zero = False  # whether a cross entropy was withheld in a compiled graph
-
-    def request(self) -> Any:
-        raise NotImplementedError
 
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def run_compiled(self, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -210,28 +198,24 @@ class _Plan:
         head = head_of(self.model)
         if head is None:
             return stock(self.model, *args, **kwargs)
-        request = current()
-        before, asked = vars(head).get(ASKED), Asked(request)
+        accuracies = current().accuracies
+        before, asked = vars(head).get(ASKED), Asked(current())
         vars(head)[ASKED] = asked
         try:
             outputs = stock(self.model, *args, **kwargs)
         finally:
             vars(head)[ASKED] = before
         self.gave_zero = asked.gave_zero
-        if request.accuracies is not None:
-            request.accuracies.extend(asked.accuracies)
+        if accuracies is not None:
+            accuracies.extend(asked.accuracies)
         return outputs
 
     @outside_graphs
     def finish(self, outputs: Any) -> Any:
         """Return the result of the call. The code in it may run other models: nothing is asked of these."""
         self.finished = True
-        before, _INNERMOST.plan = getattr(_INNERMOST, "plan", None), None
-        try:
-            with requested(defer=None, withhold=False, accuracies=None, sources=None):
-                return self.result(outputs)
-        finally:
-            _INNERMOST.plan = before
+        with requested(**vars(Request())):
+            return self.result(outputs)
 
     def result(self, outputs: Any) -> Any:
         raise NotImplementedError
@@ -276,18 +260,14 @@ class _LossCall(_Plan):
 
     def __init__(self, model: PreTrainedModel, args: tuple[Any, ...], arguments: dict[str, Any]) -> None:
         self.skip_logits = arguments.pop("skip_logits", None)
-        self.accuracies: list[Any] | None = [] if arguments.pop("return_token_accuracy", False) else None
-        super().__init__(model, args, arguments)
-        self.labelled = any(arguments.get(name) is not None for name in ("labels", "shift_labels"))
-        if self.skip_logits and not self.labelled:
-            raise ValueError("skip_logits=True needs labels= or shift_labels=: there is nothing else to return")
+        wants_accuracy = arguments.pop("return_token_accuracy", False)
         state = state_of(model)
-        if state is None or state.fusion is None:  # attach_head alone fuses no loss
-            self.accuracies = None
-
-    def request(self) -> Any:
-        changes: dict[str, Any] = {} if self.skip_logits is None else {"defer": bool(self.skip_logits)}
-        return requested(accuracies=self.accuracies, sources=self.sources, **changes)
+        is_fused = state is not None and state.fusion is not None  # attach_head alone fuses no loss
+        self.accuracies: list[Any] | None = [] if wants_accuracy and is_fused else None
+        changes = {} if self.skip_logits is None else {"defer": bool(self.skip_logits)}
+        super().__init__(model, args, arguments, accuracies=self.accuracies, **changes)
+        if self.skip_logits and all(arguments.get(name) is None for name in ("labels", "shift_labels")):
+            raise ValueError("skip_logits=True needs labels= or shift_labels=: there is nothing else to return")
 
     def result(self, outputs: Any) -> Any:
         logits = _logits_of(outputs)
@@ -304,7 +284,7 @@ class _LossCall(_Plan):
         return outputs
 
 
-_OF_LOSS = ("labels", "shift_labels", "num_items_in_batch", "ignore_index")
+_LOSS_ARGUMENTS = ("labels", "shift_labels", "num_items_in_batch", "ignore_index")
 
 
 class _HeadCall(_Plan):
@@ -314,7 +294,7 @@ class _HeadCall(_Plan):
         self, model: PreTrainedModel, args: tuple[Any, ...], arguments: dict[str, Any], head_fn: HeadFn
     ) -> None:
         self.head_fn = head_fn
-        self.of_loss = {name: arguments.pop(name, None) for name in _OF_LOSS}
+        self.loss_arguments = loss_arguments = {name: arguments.pop(name, None) for name in _LOSS_ARGUMENTS}
         keep = arguments.get("logits_to_keep")
         # Models take the last positions, or the same ones of each sample.
         self.keep = arguments.pop("logits_to_keep") if isinstance(keep, Tensor) and keep.ndim > 1 else None
@@ -322,17 +302,14 @@ class _HeadCall(_Plan):
         takes_all = any(x.kind is x.VAR_KEYWORD for x in takes.values())
         # The forward gets its labels: it may add a router's loss, or make a decoder's input of them. Its cross entropy
         # returns 0, so that its loss is the sum of the other terms.
-        labels = self.of_loss["labels"] if self.of_loss["labels"] is not None else self.of_loss["shift_labels"]
+        labels = loss_arguments["labels"] if loss_arguments["labels"] is not None else loss_arguments["shift_labels"]
         self.own_loss = labels is not None and ("labels" in takes or takes_all)
         if self.own_loss:
-            given = {name: x for name, x in self.of_loss.items() if x is not None and (name in takes or takes_all)}
-            arguments |= {**given, "labels": labels}
+            loss_kwargs = {name: x for name, x in loss_arguments.items() if name in takes or takes_all}
+            arguments |= {name: x for name, x in loss_kwargs.items() if x is not None} | {"labels": labels}
         if "return_dict" in takes or takes_all:
             arguments["return_dict"] = True
-        super().__init__(model, args, arguments)
-
-    def request(self) -> Any:
-        return requested(defer=True, withhold=True, sources=self.sources)
+        super().__init__(model, args, arguments, defer=True, withhold=True)
 
     def result(self, outputs: Any) -> Any:
         logits = _logits_of(outputs)
@@ -341,17 +318,17 @@ class _HeadCall(_Plan):
                 f"head_fn takes the place of the logits, and {type(self.model).__name__} needs them: "
                 f"{_why_real(self.model, self.sources)}"
             )
-        ignore_index = self.of_loss["ignore_index"]
+        ignore_index = self.loss_arguments["ignore_index"]
         options = logits.logit_options(-100 if ignore_index is None else ignore_index)
-        num_items = self.of_loss["num_items_in_batch"]
+        num_items = self.loss_arguments["num_items_in_batch"]
 
         def compute(head: Head, hidden_states: Tensor) -> Any:
             input = HeadInput(
                 hidden_states if self.keep is None else kept(hidden_states, self.keep),
                 options,
                 outputs,
-                self.of_loss["labels"],
-                self.of_loss["shift_labels"],
+                self.loss_arguments["labels"],
+                self.loss_arguments["shift_labels"],
                 None if num_items is None else _at_least_one(num_items),
                 getattr(outputs, "aux_loss", None),
                 getattr(outputs, "loss", None) if self.own_loss and (self.gave_zero or logits.gave_zero) else None,

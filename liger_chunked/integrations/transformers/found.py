@@ -11,13 +11,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from liger_chunked.deferred.code import own_forward
+from liger_chunked.deferred.swap import patched_class, stock_class
 from liger_chunked.integrations.transformers import overrides, source
 from liger_chunked.integrations.transformers.attach import check_head
 from liger_chunked.integrations.transformers.detect import calls_loss_function, head_of
-from liger_chunked.integrations.transformers.layers import HALF_ANGLES, Binding, has_causal_loss
+from liger_chunked.integrations.transformers.layers import Binding, has_causal_loss
 from liger_chunked.integrations.transformers.overrides import binding_of, rope_of
-from liger_chunked.integrations.transformers.patched_class import LayerPatch, patched_class, stock_class
+from liger_chunked.integrations.transformers.patched_class import LayerPatch
 from liger_chunked.integrations.transformers.report import FUSED
+from liger_chunked.integrations.transformers.rotary import HALF_ANGLES
 from liger_chunked.layers.tiled import Tokens
 
 

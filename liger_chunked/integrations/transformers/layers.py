@@ -1,7 +1,4 @@
-"""Layers that base kernels replace.
-
-`overrides.py` lists stock classes.
-"""
+"""Layers that base kernels replace, and the causal loss. `overrides.py` lists stock classes, `rotary.py` has rope."""
 
 from __future__ import annotations
 
@@ -18,12 +15,10 @@ from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from liger_chunked.kernels import liger_cross_entropy
-from liger_chunked.kernels.backend import use_triton
 from liger_chunked.layers.glu import liger_geglu, liger_swiglu, unobserved
 from liger_chunked.layers.layer_norm import liger_layer_norm
 from liger_chunked.layers.relu_squared import liger_relu_squared
 from liger_chunked.layers.rms_norm import liger_rms_norm, liger_rms_norm_gated
-from liger_chunked.layers.rope import liger_rotary_pos_emb
 from liger_chunked.private import HOOKS, SHOWS_HOOKS
 
 
@@ -36,8 +31,6 @@ class Layer:
     - `refusal`: returns why `run` cannot serve given attributes, or None
     - `optional`: attributes that may be missing; `run` then gets None
     - `is_mlp`: whether `tiled_mlp` serves it: token-wise, with the weights of one MLP
-    - `everywhere`: whether `run` serves devices and dtypes without our kernels too, such as a CPU and float64; `method`
-      stays as it is there otherwise
     """
 
     run: Callable[..., Any]
@@ -47,7 +40,6 @@ class Layer:
     optional: tuple[str, ...] = ()
     inputs: int = 1
     is_mlp: bool = False
-    everywhere: bool = True
 
     @property
     def is_norm(self) -> bool:
@@ -61,10 +53,15 @@ class Layer:
 
 @dataclass(frozen=True)
 class Binding:
-    """A layer, and a class's names of its attributes."""
+    """A layer, and a class's names of its attributes.
+
+    `everywhere`: whether the layer serves devices and dtypes without kernels too, such as a CPU and float64. The
+    class's own method runs there otherwise.
+    """
 
     layer: Layer
     names: tuple[str, ...]
+    everywhere: bool = False
 
     @functools.cached_property
     def reads(self) -> dict[str, bool]:
@@ -74,9 +71,6 @@ class Binding:
 
     def values(self, module: Any) -> list[Any]:
         return [getattr(module, n) if needed else getattr(module, n, None) for n, needed in self.reads.items()]
-
-    def run(self, module: Any, *inputs: Tensor) -> Tensor:
-        return self.layer.run(*inputs, *self.values(module))
 
     def refusal(self, module: Any) -> str | None:
         try:
@@ -269,168 +263,78 @@ def _experts_refusal(act_fn: Any, config: Any, has_gate: bool) -> str | None:
     return _activation_refusal(act_fn)
 
 
-def kernels_serve(x: Tensor) -> bool:
-    """Whether kernels run on a layer's input. Elsewhere the layers' PyTorch code would only be slower than stock's."""
-    return use_triton(x)
-
-
-_kernel = functools.partial(Layer, everywhere=False)
-
-RMS_NORM = _kernel(_rms_norm, "rms_norm")
+RMS_NORM = Layer(_rms_norm, "rms_norm")
 """`weight * normalized`, rounded before the product (Llama)."""
 
-RMS_NORM_FP32 = _kernel(_rms_norm_fp32, "rms_norm")
+RMS_NORM_FP32 = Layer(_rms_norm_fp32, "rms_norm")
 """`weight * normalized`, rounded after the product (OLMo 2)."""
 
-RMS_NORM_OFFSET = _kernel(_rms_norm_offset, "rms_norm")
+RMS_NORM_OFFSET = Layer(_rms_norm_offset, "rms_norm")
 """`(1 + weight) * normalized`, rounded after the product (Gemma)."""
 
-RMS_NORM_SCALED = _kernel(_rms_norm_scaled, "rms_norm", optional=("weight",))
+RMS_NORM_SCALED = Layer(_rms_norm_scaled, "rms_norm", optional=("weight",))
 """`RMS_NORM_FP32`, without a weight unless `with_scale` (Gemma 4)."""
 
-RMS_NORM_BARE = _kernel(_rms_norm_bare, "rms_norm")
+RMS_NORM_BARE = Layer(_rms_norm_bare, "rms_norm")
 """RMSNorm without a weight (NanoChat)."""
 
-RMS_NORM_GATED = _kernel(_rms_norm_gated, "rms_norm", refusal=_gated_refusal, inputs=2)
+RMS_NORM_GATED = Layer(_rms_norm_gated, "rms_norm", refusal=_gated_refusal, inputs=2)
 """`RMS_NORM` times the activation of a gate (Qwen3-Next)."""
 
-RMS_NORM_GATED_FP32 = _kernel(_rms_norm_gated_fp32, "rms_norm", refusal=_gated_refusal, inputs=2)
+RMS_NORM_GATED_FP32 = Layer(_rms_norm_gated_fp32, "rms_norm", refusal=_gated_refusal, inputs=2)
 """`RMS_NORM_FP32` times the activation of a gate, rounded once (Kimi Linear)."""
 
-RMS_NORM_GATE_FIRST = _kernel(_rms_norm_gate_first, "rms_norm", inputs=2)
+RMS_NORM_GATE_FIRST = Layer(_rms_norm_gate_first, "rms_norm", inputs=2)
 """`RMS_NORM` of `x * silu(gate)`, by groups of columns (Mamba 2)."""
 
 # Older transformers, such as 5.5, write these two layers without the attributes `activation` and `group_size`.
-_RMS_NORM_GATED_SILU = _kernel(_rms_norm_gated_silu, "rms_norm", inputs=2)
-_RMS_NORM_GATE_FIRST_ONE_GROUP = _kernel(_rms_norm_gate_first_one_group, "rms_norm", inputs=2)
+_RMS_NORM_GATED_SILU = Layer(_rms_norm_gated_silu, "rms_norm", inputs=2)
+_RMS_NORM_GATE_FIRST_ONE_GROUP = Layer(_rms_norm_gate_first_one_group, "rms_norm", inputs=2)
 
-LAYER_NORM = _kernel(_layer_norm, "layer_norm", refusal=_layer_norm_refusal)
+LAYER_NORM = Layer(_layer_norm, "layer_norm", refusal=_layer_norm_refusal)
 """`nn.LayerNorm` over the last dimension."""
 
-LAYER_NORM_SCALED = _kernel(_layer_norm_scaled, "layer_norm", refusal=_scaled_refusal)
+LAYER_NORM_SCALED = Layer(_layer_norm_scaled, "layer_norm", refusal=_scaled_refusal)
 """LayerNorm with a weight (Cohere)."""
 
-LAYER_NORM_BARE = _kernel(_layer_norm_bare, "layer_norm", refusal=_bare_refusal)
+LAYER_NORM_BARE = Layer(_layer_norm_bare, "layer_norm", refusal=_bare_refusal)
 """LayerNorm without weight and bias (OLMo)."""
 
-RELU_SQUARED = _kernel(_relu_squared, "relu_squared")
+RELU_SQUARED = Layer(_relu_squared, "relu_squared")
 """The activation `relu(x)**2` (Nemotron, Arcee)."""
 
-GLU_SPARSE = _kernel(_sparse_glu, refusal=_activation_refusal, is_mlp=True)
+GLU_SPARSE = Layer(_sparse_glu, refusal=_activation_refusal, is_mlp=True)
 """`GLU` of each token's gates above a normal quantile, `activation_sparsity` (Gemma 3n)."""
 
-GLU = _kernel(_glu, refusal=_activation_refusal, is_mlp=True)
+GLU = Layer(_glu, refusal=_activation_refusal, is_mlp=True)
 """`down_proj(act_fn(gate_proj(x)) * up_proj(x))`."""
 
-SILU_GLU = _kernel(_silu_glu, "swiglu", is_mlp=True)
+SILU_GLU = Layer(_silu_glu, "swiglu", is_mlp=True)
 """`GLU` whose activation is `F.silu` (LFM 2)."""
 
-PACKED_GLU = _kernel(_packed_glu, refusal=_activation_refusal, is_mlp=True)
+PACKED_GLU = Layer(_packed_glu, refusal=_activation_refusal, is_mlp=True)
 """`GLU` with one `gate_up_proj`, whose output holds gate, then up."""
 
-GLU_LIMITED = _kernel(_limited_glu, "swiglu", refusal=_silu_refusal, is_mlp=True)
+GLU_LIMITED = Layer(_limited_glu, "swiglu", refusal=_silu_refusal, is_mlp=True)
 """`GLU` with SiLU, of a clamped gate and up (DeepSeek-V4)."""
 
-PACKED_GLU_CLAMPED = _kernel(_clamped_packed_glu, "swiglu", is_mlp=True)
+PACKED_GLU_CLAMPED = Layer(_clamped_packed_glu, "swiglu", is_mlp=True)
 """`EXPERTS_CLAMPED` as an MLP (MiniMax-M3)."""
 
-EXPERTS_INTERLEAVED = _kernel(_interleaved_gate, "swiglu", "_apply_gate")
+EXPERTS_INTERLEAVED = Layer(_interleaved_gate, "swiglu", "_apply_gate")
 """Experts' clamped `(up + 1) * gate * sigmoid(alpha * gate)`, of neighbouring columns (GPT-OSS)."""
 
-EXPERTS_CLAMPED = _kernel(_clamped_gate, "swiglu", "_apply_gate")
+EXPERTS_CLAMPED = Layer(_clamped_gate, "swiglu", "_apply_gate")
 """The same of halves (MiniMax-M3)."""
 
-EXPERTS_LIMITED = _kernel(_limited_gate, "swiglu", "_apply_gate", refusal=_silu_refusal, optional=("act_fn",))
+EXPERTS_LIMITED = Layer(_limited_gate, "swiglu", "_apply_gate", refusal=_silu_refusal, optional=("act_fn",))
 """Experts' SwiGLU of a clamped gate and up (DeepSeek-V4)."""
 
-EXPERTS_STACKED = _kernel(_stacked_experts, refusal=_activation_refusal)
+EXPERTS_STACKED = Layer(_stacked_experts, refusal=_activation_refusal)
 """Experts that take the same number of tokens each (Llama 4)."""
 
-EXPERTS = _kernel(_experts_gate, method="_apply_gate", refusal=_experts_refusal)
+EXPERTS = Layer(_experts_gate, method="_apply_gate", refusal=_experts_refusal)
 """Experts with 3-D parameters that call `_apply_gate`."""
-
-
-Rotated = tuple[Tensor, Tensor]
-
-
-def rotate_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Rotated:
-    """Rotate the halves of a head. `cos` may be narrower, as in Phi-3."""
-    return liger_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
-
-
-def rotate_pairs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Rotated:
-    """Rotate neighbouring columns."""
-    return liger_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, interleaved=True)
-
-
-def rotate_to_halves(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Any = None, unsqueeze_dim: int = 1
-) -> Rotated:
-    """`rotate_pairs`, but neighbouring columns become halves."""
-    return liger_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, interleaved=True, deinterleave=True)
-
-
-def rotate_halves_by_half(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Rotated:
-    """`rotate_halves`, but `cos` has half the columns."""
-    return liger_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, rotary_dim=q.shape[-1])
-
-
-def rotate_pairs_of_repeated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Rotated:
-    """`rotate_pairs`, but `cos` repeats each column."""
-    cos, sin = cos[..., ::2], sin[..., ::2]
-    options: dict[str, Any] = {"rotary_dim": 2 * cos.shape[-1], "interleaved": True}
-    return liger_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, **options)
-
-
-def rotate_back(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Rotated:
-    """`rotate_halves` by the negative angle."""
-    return liger_rotary_pos_emb(q, k, cos, -sin, unsqueeze_dim=unsqueeze_dim)
-
-
-def rotate_one(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
-    """`rotate_halves` of queries or keys."""
-    no_heads = x.detach().narrow(unsqueeze_dim, 0, 0)
-    return liger_rotary_pos_emb(x, no_heads, cos, sin, unsqueeze_dim=unsqueeze_dim)[0]
-
-
-def rotate_one_by_half(tensor: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
-    """`rotate_pairs` of queries or keys, with half-width `cos`."""
-    options: dict[str, Any] = {"rotary_dim": tensor.shape[-1], "interleaved": True, "unsqueeze_dim": 2}
-    return liger_rotary_pos_emb(tensor, tensor.detach()[:, :, :0], cos, sin, **options)[0]
-
-
-def _with_gradient(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    x1, x2 = x.float().chunk(2, dim=-1)
-    return (x * cos.unsqueeze(-2) + torch.cat((-x2, x1), dim=-1) * sin.unsqueeze(-2)).to(x.dtype)
-
-
-def rotate_vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Rotated:
-    """`rotate_halves` with heads after tokens, with or without a batch."""
-    if cos.requires_grad:  # learned positions (MLCD)
-        return _with_gradient(q, cos, sin), _with_gradient(k, cos, sin)
-    if q.ndim == 4:
-        return liger_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
-    q, k = liger_rotary_pos_emb(q[None], k[None], cos, sin, unsqueeze_dim=2)
-    return q[0], k[0]
-
-
-def _rotate_complex(q: Tensor, k: Tensor, freqs_cis: Tensor, heads_dim: int) -> Rotated:
-    options: dict[str, Any] = {"rotary_dim": q.shape[-1], "interleaved": True, "unsqueeze_dim": heads_dim}
-    return liger_rotary_pos_emb(q, k, freqs_cis.real, freqs_cis.imag, **options)
-
-
-def rotate_complex(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> Rotated:
-    """Multiply complex numbers, with heads after tokens."""
-    return _rotate_complex(xq, xk, freqs_cis, 2)
-
-
-def rotate_complex_heads(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> Rotated:
-    """`rotate_complex`, with heads before tokens."""
-    return _rotate_complex(xq, xk, freqs_cis.to(xq.device), 1)
-
-
-# Those that read a half of `cos` as it is. The others read one of two equal halves, or of two equal neighbours.
-HALF_ANGLES = {rotate_halves_by_half, rotate_one_by_half, rotate_complex, rotate_complex_heads}
 
 
 def causal_lm_loss(

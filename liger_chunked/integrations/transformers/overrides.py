@@ -21,7 +21,7 @@ from transformers.activations import ReLUSquaredActivation
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
-from liger_chunked.integrations.transformers import detect, layers, source
+from liger_chunked.integrations.transformers import detect, rotary, source
 from liger_chunked.integrations.transformers.layers import (
     _RMS_NORM_GATE_FIRST_ONE_GROUP,
     _RMS_NORM_GATED_SILU,
@@ -114,28 +114,28 @@ _ROWS: list[tuple[str, Layer, dict[str, str]]] = [
 
 # Rotary functions, and ours with the same arguments.
 _ROTARY: list[tuple[str, Callable[..., Any]]] = [
-    ("llama.apply_rotary_pos_emb", layers.rotate_halves),
-    ("glm4_moe.apply_rotary_pos_emb", layers.rotate_halves),
-    ("olmo2.apply_rotary_pos_emb", layers.rotate_halves),
-    ("glm4.apply_rotary_pos_emb", layers.rotate_pairs),
-    ("phi3.apply_rotary_pos_emb", layers.rotate_halves),
-    ("nemotron.apply_rotary_pos_emb", layers.rotate_halves),
-    ("modernbert_decoder.apply_rotary_pos_emb", layers.rotate_halves),
-    ("hunyuan_vl.apply_rotary_pos_emb", layers.rotate_halves),
-    ("ernie4_5.apply_rotary_pos_emb", layers.rotate_pairs),
-    ("helium.apply_rotary_pos_emb", layers.rotate_pairs),
-    ("qwen2_vl.apply_rotary_pos_emb_vision", layers.rotate_vision),
-    ("deepseek_v3.apply_rotary_pos_emb_interleave", layers.rotate_to_halves),
-    ("cohere.apply_rotary_pos_emb", layers.rotate_pairs_of_repeated),
-    ("blt.apply_rotary_pos_emb", layers.rotate_pairs_of_repeated),
-    ("ernie4_5_vl_moe.apply_rotary_pos_emb", layers.rotate_pairs_of_repeated),
-    ("glm4v.apply_rotary_pos_emb", layers.rotate_pairs_of_repeated),
-    ("gemma3n.apply_rotary_pos_emb", layers.rotate_one),
-    ("gpt_oss.apply_rotary_pos_emb", layers.rotate_halves_by_half),
-    ("llama4.apply_rotary_emb", layers.rotate_complex),
-    ("deepseek_v2.apply_rotary_emb", layers.rotate_complex_heads),
-    ("gptj.apply_rotary_pos_emb", layers.rotate_one_by_half),
-    ("nanochat.apply_rotary_pos_emb", layers.rotate_back),
+    ("llama.apply_rotary_pos_emb", rotary.rotate_halves),
+    ("glm4_moe.apply_rotary_pos_emb", rotary.rotate_halves),
+    ("olmo2.apply_rotary_pos_emb", rotary.rotate_halves),
+    ("glm4.apply_rotary_pos_emb", rotary.rotate_pairs),
+    ("phi3.apply_rotary_pos_emb", rotary.rotate_halves),
+    ("nemotron.apply_rotary_pos_emb", rotary.rotate_halves),
+    ("modernbert_decoder.apply_rotary_pos_emb", rotary.rotate_halves),
+    ("hunyuan_vl.apply_rotary_pos_emb", rotary.rotate_halves),
+    ("ernie4_5.apply_rotary_pos_emb", rotary.rotate_pairs),
+    ("helium.apply_rotary_pos_emb", rotary.rotate_pairs),
+    ("qwen2_vl.apply_rotary_pos_emb_vision", rotary.rotate_vision),
+    ("deepseek_v3.apply_rotary_pos_emb_interleave", rotary.rotate_to_halves),
+    ("cohere.apply_rotary_pos_emb", rotary.rotate_pairs_of_repeated),
+    ("blt.apply_rotary_pos_emb", rotary.rotate_pairs_of_repeated),
+    ("ernie4_5_vl_moe.apply_rotary_pos_emb", rotary.rotate_pairs_of_repeated),
+    ("glm4v.apply_rotary_pos_emb", rotary.rotate_pairs_of_repeated),
+    ("gemma3n.apply_rotary_pos_emb", rotary.rotate_one),
+    ("gpt_oss.apply_rotary_pos_emb", rotary.rotate_halves_by_half),
+    ("llama4.apply_rotary_emb", rotary.rotate_complex),
+    ("deepseek_v2.apply_rotary_emb", rotary.rotate_complex_heads),
+    ("gptj.apply_rotary_pos_emb", rotary.rotate_one_by_half),
+    ("nanochat.apply_rotary_pos_emb", rotary.rotate_back),
 ]
 
 
@@ -214,7 +214,7 @@ def _rope_of_source(read: source.Source | None) -> Any:
 
 def register(cls: type[nn.Module], binding: Binding) -> None:
     """Let a layer serve a class on every device: no code of the class was proved to be the same."""
-    _REGISTERED[cls] = replace(binding, layer=replace(binding.layer, everywhere=True))
+    _REGISTERED[cls] = replace(binding, everywhere=True)
 
 
 _MAPPINGS: tuple[Mapping[str, Any], ...] = (

@@ -16,6 +16,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from liger_chunked import versions
 from liger_chunked.deferred.code import own_forward
+from liger_chunked.deferred.swap import set_patch, stock_class
 from liger_chunked.integrations.transformers import overrides
 from liger_chunked.integrations.transformers.attach import fuse, rebind, remove_trainers_head
 from liger_chunked.integrations.transformers.detect import inner_model
@@ -23,13 +24,7 @@ from liger_chunked.integrations.transformers.forward import Fusion
 from liger_chunked.integrations.transformers.found import found_in, owner_of
 from liger_chunked.integrations.transformers.layers import Layer, causal_lm_loss, has_causal_loss
 from liger_chunked.integrations.transformers.overrides import family_of
-from liger_chunked.integrations.transformers.patched_class import (
-    LayerPatch,
-    RopePatch,
-    has_our_code,
-    set_patch,
-    stock_class,
-)
+from liger_chunked.integrations.transformers.patched_class import LayerPatch, RopePatch, has_our_code
 from liger_chunked.integrations.transformers.report import APPLIED, FUSED, Applied
 from liger_chunked.integrations.transformers.source import rotary_functions
 from liger_chunked.layers.tiled import Tokens, check_tokens
@@ -233,7 +228,7 @@ def register_layer(cls: type[nn.Module], layer: Layer, **names: str) -> None:
     """Let `layer` serve a class whose code `apply_liger_kernel` does not recognise.
 
     That both compute the same is yours to know, `check_model` compares a model with it. Serves subclasses without own
-    code too.
+    code too. The layer runs on every device and dtype, also where no kernel does.
 
     Args:
         cls: a module class. The layer's method, `forward` unless it names another, takes the layer's inputs.

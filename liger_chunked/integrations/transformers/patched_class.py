@@ -12,16 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_chunked.deferred.swap import STOCK, Patch, patch_of, patched_class, set_patch, stock_class
-from liger_chunked.integrations.transformers import layers
+from liger_chunked.deferred.swap import STOCK, Patch, patch_of
 from liger_chunked.integrations.transformers.experts import EXPERTS_GATE, experts_method
 from liger_chunked.integrations.transformers.layers import Binding
 from liger_chunked.integrations.transformers.overrides import rope_of
 from liger_chunked.integrations.transformers.source import rotary_methods, with_other_globals
+from liger_chunked.kernels.backend import use_triton
 from liger_chunked.layers.tiled import Tokens, after_tiles, follows_tiles, tile_tokens, tiled
 from liger_chunked.private import transforms_are_active
-
-__all__ = ["LayerPatch", "has_our_layer", "is_patched", "patch_of", "patched_class", "set_patch", "stock_class"]
 
 Method = Callable[..., Any]
 
@@ -75,18 +73,20 @@ def add_rope(module: str, name: str) -> str:
 
     It calls what the module has in the place of the stock function: where somebody replaced that, where no kernel runs
     or computes it, because a pickled model met another version of its modeling file, under transforms of torch.func,
-    and in compiled graphs, as layers do (`layer_method`).
+    and in compiled graphs, as layers do (`layer_method`). The first argument, the queries, decides whether a kernel
+    runs.
     """
     owner = importlib.import_module(module)
     stock = getattr(owner, name)
     ours = rope_of(stock)
+    queries = next(iter(inspect.signature(stock).parameters))
 
     @functools.wraps(stock)
     def rotated(*args: Any, **kwargs: Any) -> Any:
         current = getattr(owner, name)
         if current is not stock or ours is None or torch.compiler.is_compiling() or transforms_are_active():
             return current(*args, **kwargs)
-        if not layers.kernels_serve(args[0] if args else next(iter(kwargs.values()))):
+        if not use_triton(args[0] if args else kwargs[queries]):
             return current(*args, **kwargs)
         return ours(*args, **kwargs)
 
@@ -108,13 +108,25 @@ def _rotating(cls: Any, name: str, added: dict[str, str]) -> Any:
     return method
 
 
-@functools.cache
 def layer_method(binding: Binding, cls: Any, stock: Method, tokens: Tokens) -> Method:
-    """Compile a method like `stock` of `cls` that passes inputs and attributes to the layer, whole or in tiles.
+    """Return the method of a patched class that runs `binding.layer`. It takes the arguments of `stock`.
 
-    It runs the method of `cls` instead, once that is no longer `stock`: the user replaced it. So it does, unless in
-    tiles, in a compiled graph, where Inductor fuses stock code while an operator of ours costs a call through Python,
-    and where no kernel runs. Each has its own code, because Dynamo limits a code's compilations.
+    It passes them and attributes of the module to the layer, all tokens at once or `tokens` at a time. In these cases
+    it runs the method of `cls` instead:
+
+    - The method is no longer `stock`: the user replaced it.
+    - In a compiled graph: Inductor fuses stock code, and an operator of ours costs a call through Python.
+    - Where no kernel runs, such as on a CPU and in float64: the layer's PyTorch code is slower than stock code. A
+      layer whose binding is `everywhere` runs there.
+
+    With `tokens` the layer runs in the last two cases too. Each class gets code of its own, because Dynamo limits how
+    often it compiles one code object.
+
+    Args:
+        binding: the layer, and the names of its attributes in `cls`.
+        cls: the class without the patch.
+        stock: the method of `cls` when it was patched.
+        tokens: of a tile, or False; see `LayerPatch`.
     """
     name = binding.layer.method
     owner, *parameters = inspect.signature(stock).parameters.values()
@@ -124,42 +136,31 @@ def layer_method(binding: Binding, cls: Any, stock: Method, tokens: Tokens) -> M
     attributes = "".join(
         f", {owner.name}.{n}" if needed else f", getattr({owner.name}, {n!r}, None)" for n, needed in reads
     )
-    stays = [f"_cls.{name} is not _stock"]
+    call = f"_layer({inputs}{attributes})"
+    runs_stock = [f"_cls.{name} is not _stock"]
     if tokens is False:
-        stays.append("_compiling()")
-        if not binding.layer.everywhere:
-            stays.append(f"not _layers.kernels_serve({parameters[0].name})")
-    replaced = f"    if {' or '.join(stays)}:\n        return _cls.{name}({owner.name}, {inputs})\n"
-    namespace: dict[str, Any] = {"_layer": binding.layer.run, "_cls": cls, "_stock": stock}
-    namespace |= {"_compiling": torch.compiler.is_compiling, "_layers": layers}
-    in_tiles = ""
+        runs_stock.append("_compiling()")
+        if not binding.everywhere:
+            runs_stock.append(f"not use_triton({parameters[0].name})")
+    lines = [f"if {' or '.join(runs_stock)}: return _cls.{name}({owner.name}, {inputs})"]
     if tokens is not False and binding.layer.is_norm:
-        namespace |= {"_follows": follows_tiles, "_after": after_tiles}
-        in_tiles = (
-            f"    if _follows({inputs}):\n"
-            f"        return _after(lambda {inputs}: _layer({inputs}{attributes}), {owner.name}, {inputs})\n"
-        )
+        lines.append(f"if _follows({inputs}): return _after(lambda {inputs}: {call}, {owner.name}, {inputs})")
     elif tokens is not False:
-        namespace |= {"_tokens": functools.partial(tile_tokens, tokens=tokens), "_tiles": tiled}
-        in_tiles = (
-            f"    _n = _tokens({owner.name}, {inputs})\n"
-            f"    if _n is not None:\n"
-            f"        return _tiles(lambda {inputs}: _layer({inputs}{attributes}), {owner.name}, {inputs}, _n)\n"
-        )
-    body = f"{replaced}{in_tiles}    return _layer({inputs}{attributes})"
-    exec(f"def {name}({taken}):\n{body}", namespace)
-    method = namespace[name]
+        lines.append(f"_n = _tile_tokens({owner.name}, {inputs}, _tokens)")
+        lines.append(f"if _n is not None: return _tiled(lambda {inputs}: {call}, {owner.name}, {inputs}, _n)")
+    body = "\n  ".join([*lines, f"return {call}"])
+    constants = {
+        "_layer": binding.layer.run, "_cls": cls, "_stock": stock, "_compiling": torch.compiler.is_compiling,
+        "_follows": follows_tiles, "_after": after_tiles,
+        "_tile_tokens": tile_tokens, "_tokens": tokens, "_tiled": tiled,
+    }  # fmt: skip
+    made: dict[str, Any] = {}
+    # The constants are in a closure, so that the method reads `use_triton` of this module when it runs.
+    exec(f"def make({', '.join(constants)}):\n def {name}({taken}):\n  {body}\n return {name}", globals(), made)
+    method: Method = made["make"](**constants)
     vars(method)[STOCK] = stock
     return method
 
 
-def is_patched(module: nn.Module) -> bool:
-    return patch_of(module) is not None
-
-
 def has_our_code(module: nn.Module) -> bool:
     return isinstance(patch_of(module), (LayerPatch, RopePatch))
-
-
-def has_our_layer(module: nn.Module) -> bool:
-    return isinstance(patch_of(module), LayerPatch)
