@@ -112,10 +112,10 @@ class Record:
     - `apart`: why the last batch's prompts were computed once for each sequence
     - `real_logits`: what made the last call of the head compute its logits, and where
     - `said`: whether the line is in the log
-    - `number`: its key in `RECORDS`, by which a compiled graph names it
+    - `number`: its key in `RECORDS`; `place`: the same in a tensor, which a compiled graph takes as an input
     """
 
-    __slots__ = ("__weakref__", "apart", "number", "owner", "real_logits", "said", "trained", "untrained")
+    __slots__ = ("__weakref__", "apart", "number", "owner", "place", "real_logits", "said", "trained", "untrained")
 
     def __init__(self, owner: nn.Module | None = None) -> None:
         self.trained: Ran | None = None
@@ -125,6 +125,7 @@ class Record:
         self.real_logits: str | None = None
         self.said = False
         self.number = next(_numbers)
+        self.place = torch.tensor(self.number)
         RECORDS[self.number] = self
 
     def __reduce__(self) -> Any:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from liger_chunked.kernels.backend import refuse_second_derivative
 from liger_chunked.kernels.operands import named, other_leaves
-from liger_chunked.private import python_number, with_autograd
+from liger_chunked.private import aten, python_number, with_autograd
 from liger_chunked.shapes import computing_shapes, shapes_only
 from liger_chunked.types import (
     DIFFERENTIABLE,
@@ -297,6 +297,17 @@ def _is_reduced(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
     return values[0].ndim == 0 and all(x.dtype != torch.float16 for x in tensors)
 
 
+def _gradients(
+    values: Sequence[Tensor], leaves: Sequence[Tensor], upstream: Sequence[Tensor] | None = None
+) -> list[Tensor]:
+    """Return the gradients of results by leaves, zeros where there are none, as of detached logits."""
+    upstream = [torch.ones_like(x) for x in values] if upstream is None else upstream
+    pairs = [(x, g) for x, g in zip(values, upstream, strict=True) if x.requires_grad]
+    outputs, given = zip(*pairs, strict=True) if pairs else ((), ())
+    found = torch.autograd.grad(outputs, leaves, given, allow_unused=True) if pairs else [None] * len(leaves)
+    return [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)]
+
+
 _FUSED = "liger_chunked::fused"
 
 
@@ -309,7 +320,7 @@ def fused(name: str, tensors: Sequence[Tensor], needs: Sequence[bool], sizes: Se
             values = call(own, sizes)
             call.check_gradients(values, leaves)
             computes = leaves and _is_reduced(tensors, values)
-            return values, torch.autograd.grad(values[0], leaves) if computes else ()
+            return values, _gradients(values[:1], leaves) if computes else ()
 
     values, gradients = with_autograd(run)
     return _apart([*(x.detach() for x in values), *gradients], tensors)
@@ -317,7 +328,7 @@ def fused(name: str, tensors: Sequence[Tensor], needs: Sequence[bool], sizes: Se
 
 def is_fused(target: Any) -> bool:
     """Whether the operation of a graph is `fused`."""
-    return isinstance(target, torch._ops.OpOverload) and target.name() == _FUSED
+    return isinstance(target, type(aten.alias.default)) and target.name() == _FUSED
 
 
 @fused.register_fake
@@ -340,9 +351,7 @@ def fused_backward(
     def run() -> list[Tensor]:
         with call.surroundings(tensors[0].device):
             values = call(own, sizes)
-            pairs = [(x, g) for x, g in zip(values, upstream, strict=True) if x.requires_grad]
-            outputs, gradients = zip(*pairs, strict=True)
-            return list(torch.autograd.grad(outputs, leaves, gradients))
+            return _gradients(values, leaves, upstream)
 
     return _apart(with_autograd(run), [*tensors, *upstream])
 
@@ -373,6 +382,8 @@ def _save(ctx: Any, inputs: tuple[str, Sequence[Tensor], Sequence[bool], Sequenc
 
 
 def _backward(ctx: Any, upstream: Sequence[Tensor]) -> tuple[None, list[Tensor | None], None, Any]:
+    if torch.is_grad_enabled():  # by create_graph=True; the gradients of the forward are constants here
+        refuse_second_derivative()
     if ctx.is_reduced:
         found = [g * upstream[0].to(g.dtype) for g in ctx.saved_tensors]
     else:

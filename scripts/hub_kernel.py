@@ -18,7 +18,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "liger_chunked"
 VERSION = 1  # of the kernel; a call that would fail with the one before needs a new one (docs/reference/index.md)
 BACKENDS = ("cuda", "rocm", "xpu", "cpu")
-LEFT_OUT = ("integrations", "compat", "cli", "__main__.py")
+LEFT_OUT = ("integrations", "compat", "shared_prefix", "cli", "__main__.py")
 NAMESPACE = "liger_chunked::"
 
 

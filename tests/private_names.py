@@ -245,6 +245,8 @@ OWN = {
     "_layer",
     "_follows",
     "_after",
+    "_tile_tokens",
+    "_tiled",
     "_number",
     "_compiling",
 }

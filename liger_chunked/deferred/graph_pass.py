@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import Any
 
 import torch
@@ -22,6 +24,16 @@ for _name in "add sub mul truediv floordiv mod pow and or xor lshift rshift".spl
 def is_write(name: str) -> bool:
     """Whether a function of this name changes its first argument."""
     return name in _WRITES or (name.endswith("_") and not name.endswith("__"))
+
+
+@functools.cache
+def inplace_at(function: Any) -> int:
+    """Return the place of the argument `inplace` of a function; -1 without it."""
+    try:
+        names = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # of C++, where such functions have another name
+        return -1
+    return names.index("inplace") if "inplace" in names else -1
 
 
 def drop_unread(module: GraphModule) -> None:
@@ -66,11 +78,22 @@ class _Graph:
         for loss in self.nodes if self.writes else ():
             for x in loss.all_input_nodes if is_fused(loss.target) else ():
                 for head in self.heads.intersection(x.users):
-                    if self._changes_between(head, loss, {_storage(x), _storage(head)}):
+                    if self._changes_between(head, loss, {_storage(x), *map(_storage, self._logits_of(head))}):
                         raise RuntimeError(
                             "deferred logits, their hidden states or their weight are changed in place before a loss "
                             "of these logits, in a compiled graph: change a copy, or compute the loss before"
                         )
+
+    def _logits_of(self, head: Node) -> set[Node]:
+        """Return the logits of a head, and those that steps of them made."""
+        found: set[Node] = set()
+        new = [head]
+        while new:
+            node = new.pop()
+            if node not in found:
+                found.add(node)
+                new.extend(node.users)
+        return {x for x in found if x is head or x.target is MARK}
 
     def _changes_between(self, first: Node, last: Node, storages: set[Any]) -> bool:
         return any(
@@ -86,13 +109,14 @@ def _storage(node: Node) -> Any:
 
 def _written_by(node: Node) -> list[Node]:
     """Return the arguments that an operation of a graph changes in place."""
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, type(MARK)):
         schema = node.target._schema.arguments
         given = {x.name: value for x, value in zip(schema, node.args, strict=False)} | dict(node.kwargs)
         written: Any = [given.get(x.name) for x in schema if x.alias_info is not None and x.alias_info.is_write]
     else:
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-        first = is_write(name) or bool(node.kwargs.get("inplace"))
+        at = inplace_at(node.target) if callable(node.target) else -1
+        first = is_write(name) or bool(node.kwargs.get("inplace") or (0 <= at < len(node.args) and node.args[at]))
         written = [node.kwargs.get("out"), node.args[0] if first and node.args else None]
     tensors = [y for x in written for y in (x if isinstance(x, (list, tuple)) else (x,))]
     return [x for x in tensors if isinstance(x, Node)]

@@ -27,17 +27,17 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from liger_chunked import whole_graph
 from liger_chunked.deferred import request, sharded
-from liger_chunked.deferred.graph_pass import MARK, drop_unread, is_write
+from liger_chunked.deferred.graph_pass import MARK, drop_unread, inplace_at, is_write
 from liger_chunked.deferred.head import product
 from liger_chunked.deferred.lazy import outside_graphs
 from liger_chunked.deferred.logits import DeferredLogits
 from liger_chunked.private import (
     HAS_STAND_INS,
     at_end_of_trace,
-    python_number,
     transforms_are_active,
     without_torch_function,
 )
@@ -54,13 +54,14 @@ class _Made:
 
     - `n_steps`: how many steps there are
     - `written`: whether the graph changed some of them in place, so that they no longer are what expressions say
+    - `fused`: whether an operator computes some of them
     - `logits`: outside of the graph, those that exist, by the number of their step; 0: the call
     """
 
     logits: dict[int, Any]
 
     def __init__(self) -> None:
-        self.n_steps, self.written = 0, False
+        self.n_steps, self.written, self.fused = 0, False, False
 
 
 def _autocast(device: str) -> torch.dtype | None:
@@ -142,7 +143,7 @@ def _logits(x: Any) -> Any:
                     known[number] = _applied(x.key, args, kwargs)
         return known[number]
     if isinstance(x, (list, tuple)):
-        return tuple(map(_logits, x))
+        return type(x)(map(_logits, x))
     return {name: _logits(y) for name, y in x.items()} if isinstance(x, dict) else x
 
 
@@ -172,18 +173,19 @@ class TracedLogits(Tensor):
         kwargs = kwargs or {}
         key, logits = _key_of(func), [x for x in (*args, *kwargs.values()) if _has_expression(x)]
         name = key.rpartition(".")[2]
+        inplace = _inplace_at(func)
+        if _writes(func) or "out" in kwargs or kwargs.get("inplace") or (0 <= inplace < len(args) and args[inplace]):
+            for z in logits:
+                z._expression.made.written = True
+            with without_torch_function():
+                return func(*args, **kwargs)
         for z in logits:
             if torch.is_grad_enabled() != _call_of(z._expression).with_grad:  # a step holds no grad mode
                 return func(*_plain(args), **_plain(kwargs))
         if name in _FUSED and logits and _is_fused(name, args, kwargs):
             return _fused(key, name, args, kwargs)
         result = func(*_plain(args), **_plain(kwargs))
-        if _writes(func) or "out" in kwargs or kwargs.get("inplace"):
-            for z in logits:
-                z._expression.made.written = True
-        elif name in _LAZY and logits:
-            return _recorded(key, args, kwargs, result)
-        return result
+        return _recorded(key, args, kwargs, result) if name in _LAZY and logits else result
 
 
 def _has_expression(x: Any) -> TypeGuard[TracedLogits]:
@@ -223,7 +225,12 @@ def _writes(func: Any) -> bool:
     return is_write(getattr(func, "__name__", ""))
 
 
-for _constant in (_starts, _key_of, _writes):
+def _inplace_at(func: Any) -> int:
+    """Return the place of the argument `inplace` of a function of F; -1 without. Dynamo runs this as it traces."""
+    return inplace_at(func)
+
+
+for _constant in (_starts, _key_of, _writes, _inplace_at):
     vars(_constant)["_dynamo_marked_constant"] = True
 
 
@@ -232,6 +239,8 @@ def called(
 ) -> Any:
     """Call a layer that defers inside a graph. `asked` is a `request.Asked`, or None."""
     z = stock(layer, *args, **kwargs)
+    if parametrize.is_parametrized(layer):  # each read of its weight computes another one, perhaps a different one
+        return z
     takes = len(args) == 1 and not kwargs and type(args[0]) is Tensor and z.ndim > 1
     if not takes or settings is None:
         return z
@@ -345,7 +354,8 @@ def _operator(key: str, args: Any, kwargs: Any, accuracy: bool = False) -> Any:
     constants = (("key", key), ("calls", tuple(parts.calls)), ("tree", tree), ("accuracy", accuracy))
     call = whole_graph.name_of_call("deferred", None, names, constants, trains, autocast)
     needs = [trains and need for need in parts.needs]
-    return whole_graph.formed(whole_graph.fused(call, parts.tensors, needs, parts.sizes), call)
+    results = whole_graph.fused(call, parts.tensors, needs, parts.sizes)
+    return whole_graph.formed(results if True in needs else [x.detach() for x in results], call)
 
 
 class _Parts:
@@ -373,13 +383,15 @@ class _Parts:
         if isinstance(x, slice):
             return "slice", self.encoded(x.start, False), self.encoded(x.stop, False), self.encoded(x.step, False)
         if isinstance(x, (tuple, list)):
-            return "tuple", tuple([self.encoded(y, live) for y in x])
+            return "list" if isinstance(x, list) else "tuple", tuple([self.encoded(y, live) for y in x])
         if isinstance(x, dict):
             return "dict", tuple([(name, self.encoded(y, live)) for name, y in x.items()])
         if isinstance(x, int) and not isinstance(x, bool):
             self.sizes.append(x)
             return "size", len(self.sizes) - 1
-        return python_number(x) if isinstance(x, float) else x
+        if isinstance(x, float):
+            return "number", self._tensor(torch.ones((), dtype=torch.float64) * x)  # a symbol stays one
+        return x
 
     def _tensor(self, x: Tensor) -> int:
         self.tensors.append(x)
@@ -394,9 +406,10 @@ class _Parts:
             tensors = [None if x is None else self._tensor(x) for x in (call.hidden, call.weight, call.bias)]
             settings = call.settings.logits_budget, call.settings.of_trainer
             record = call.layer.__dict__.get(RECORD)
-            number = None if record is None else record.number
+            number = None if record is None else self._tensor(record.place)
             self.device = call.hidden.device
             self.made.append(call.made)
+            call.made.fused = True
             self.calls.append((*tensors, settings, call.with_grad, call.autocast, number))
         for i in self.calls[place][:3]:
             if i is not None and live and call.with_grad:
@@ -409,7 +422,7 @@ def _run(key: str, calls: Any, tree: Any, accuracy: bool, sizes: Sequence[int] =
     given = list(tensors.values())
     logits = []
     for hidden, weight, bias, settings, with_grad, autocast, number in calls:
-        record = None if number is None else RECORDS.get(number)
+        record = None if number is None or shapes_only() else RECORDS.get(int(given[number]))
         tensors_of_call = given[hidden], given[weight], None if bias is None else given[bias]
         options = SimpleNamespace(logits_budget=settings[0], of_trainer=settings[1])
         layer: Any = LayerOfGraph(**{RECORD: record})
@@ -436,6 +449,11 @@ class LayerOfGraph(SimpleNamespace):
     """Stands for the layer of a call that a graph has made, which has its tensors."""
 
 
+def _device_of(args: Any) -> torch.device:
+    device: torch.device = next(x.device for x in args if isinstance(x, Tensor))
+    return device
+
+
 def _decoded(x: Any, logits: list[Any], tensors: list[Tensor], sizes: Sequence[int]) -> Any:
     if not isinstance(x, tuple):
         return x
@@ -446,14 +464,18 @@ def _decoded(x: Any, logits: list[Any], tensors: list[Tensor], sizes: Sequence[i
     kind, *rest = x
     if kind in ("call", "tensor", "size"):
         return {"call": logits, "tensor": tensors, "size": sizes}[kind][rest[0]]
+    if kind == "number":
+        return 1.0 if shapes_only() else tensors[rest[0]].item()
     if kind == "step":
         key, args, kwargs, autocast = rest
         args, kwargs = decoded(args), decoded(kwargs)
-        with _under(tensors[0].device.type, autocast):
+        with _under(_device_of(args).type, autocast):
             return _applied(key, args, kwargs)
     if kind == "slice":
         return slice(*map(decoded, rest))
-    return tuple(map(decoded, rest[0])) if kind == "tuple" else {name: decoded(y) for name, y in rest[0]}
+    if kind == "dict":
+        return {name: decoded(y) for name, y in rest[0]}
+    return {"list": list, "tuple": tuple}[kind](map(decoded, rest[0]))
 
 
 whole_graph.FUNCTIONS["deferred"] = _run
@@ -478,11 +500,16 @@ for _name in sorted(_LAZY | _FUSED):
             _FUNCTIONS[_key] = _function
 
 
-def _method(name: str) -> Any:
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if name in ("register_hook", "retain_grad") and _has_expression(self):
-            self._expression.made.written = True  # an operator would pass by the hook
-        return getattr(_plain(self), name)(*_plain(args), **_plain(kwargs))
+def _method(name: str, function: Any) -> Any:
+    def method(z: Any, *args: Any, **kwargs: Any) -> Any:
+        if name in ("register_hook", "retain_grad") and _has_expression(z):
+            made = z._expression.made
+            if made.fused:
+                raise RuntimeError(f"{name} of deferred logits comes after a loss of them: call it before the loss")
+            made.written = True  # an operator would pass by the hook
+            with without_torch_function():
+                return function(z, *args, **kwargs)
+        return getattr(_plain(z), name)(*_plain(args), **_plain(kwargs))
 
     return method
 
@@ -490,4 +517,4 @@ def _method(name: str) -> Any:
 # Dynamo cannot pass methods that are written in Python through `__torch_function__`.
 for _name, _function in vars(Tensor).items():
     if isinstance(_function, FunctionType) and not _name.startswith("_"):
-        setattr(TracedLogits, _name, _method(_name))
+        setattr(TracedLogits, _name, _method(_name, _function))

@@ -112,6 +112,8 @@ FUSED: dict[str, tuple[int, Callable[[Any], Tensor]]] = {
         lambda z: F.kl_div(z.log_softmax(-1), (2 * z).log_softmax(-1), reduction="sum", log_target=True),
     ),
     "mean": (1, lambda z: z.mean(-1)),
+    "sequences by a list": (1, lambda z: z[[1, 0]].logsumexp(-1)),
+    "its own probabilities": (1, lambda z: (z.detach().softmax(-1) * z.log_softmax(-1)).sum(-1)),
     "a sum of heads": (1, lambda z: F.cross_entropy((z + z.detach() * 3).view(-1, V), TARGET.view(-1))),
     "detached": (
         2,
@@ -144,7 +146,28 @@ def changed_before(z: Any) -> Tensor:
     return F.cross_entropy(shifted.reshape(-1, V), TARGET[:, :-1].reshape(-1))
 
 
+def written_without_grad(z: Any) -> Tensor:
+    z = z / 0.7
+    with torch.no_grad():
+        z[..., 0] = -9.0
+    return F.cross_entropy(z.view(-1, V), TARGET.view(-1))
+
+
+def hooked(z: Any) -> Tensor:
+    z.register_hook(lambda g: 3 * g)
+    return F.cross_entropy(z.view(-1, V), TARGET.view(-1))
+
+
+def transposed_in_place(z: Any) -> Tensor:
+    z.transpose_(0, 1)
+    return z.logsumexp(-1)
+
+
 REAL: dict[str, Callable[[Any], Tensor]] = {
+    "a write without grad": written_without_grad,
+    "a hook": hooked,
+    "transposed in place": transposed_in_place,
+    "in place by position": lambda z: (F.leaky_relu(z, 0.1, True), F.cross_entropy(z.view(-1, V), TARGET.view(-1)))[1],
     "topk": lambda z: z.topk(3).values,
     "operators": lambda z: (1 - z) * z**2 / (1 + z.exp()),
     "methods written in Python": lambda z: torch.cat(z.split(1)) * len(z),
@@ -193,6 +216,72 @@ def test_changes_in_place_that_a_loss_would_not_see_raise(what):
     # Torch 2.11 cannot trace the change of rows over which a loop iterates.
     with pytest.raises(RuntimeError, match=r"changed in place|Dynamo failed to run FX node"):
         compiled(x, False)
+
+
+def test_what_no_operator_can_see_raises():
+    head, x = made_head()
+    defer_logits(head)
+
+    def through_a_view(x: Tensor) -> Tensor:
+        z = 2 * head(x.sin())
+        z.diagonal().fill_(0.0)
+        return F.cross_entropy(z.view(-1, V), TARGET.view(-1))
+
+    def hooked_late(x: Tensor) -> Tensor:
+        z = head(x.sin())
+        loss = F.cross_entropy(z.view(-1, V), TARGET.view(-1))
+        z.register_hook(lambda g: 3 * g)
+        return loss
+
+    for run, message in ((through_a_view, "changed in place before a loss"), (hooked_late, "call it before the loss")):
+        with pytest.raises((RuntimeError, torch._dynamo.exc.Unsupported), match=message):
+            torch.compile(run, fullgraph=True, backend="aot_eager")(x)
+
+
+def test_an_out_argument_gets_the_result():
+    head, x = made_head()
+    exact = head(x).logsumexp(-1)
+    defer_logits(head)
+    out = torch.zeros(B, T, dtype=torch.float64)
+
+    @torch.no_grad()
+    def run(x: Tensor) -> Tensor:
+        return torch.logsumexp(head(x), -1, out=out)
+
+    torch.compile(run, fullgraph=True, backend="aot_eager")(x)
+    torch.testing.assert_close(out, exact.detach())
+
+
+def test_what_is_detached_requires_no_gradient():
+    head, x = made_head()
+    defer_logits(head)
+    run = torch.compile(lambda x: head(x).detach().logsumexp(-1), fullgraph=True, backend="aot_eager")
+    assert not run(x).requires_grad
+
+
+def test_second_derivatives_are_refused():
+    head, x = made_head()
+    defer_logits(head)
+    loss = torch.compile(lambda x: F.cross_entropy(head(x).view(-1, V), TARGET.view(-1)), backend="eager")(x)
+    with pytest.raises(RuntimeError, match="second derivative"):
+        torch.autograd.grad(loss, x, create_graph=True)
+
+
+def test_scales_and_heads_that_change_share_a_graph():
+    """A temperature that changes from step to step is an input, and so is the head's record for `explain`."""
+    head, x = made_head()
+    heads = [copy.deepcopy(head) for _ in range(4)]
+
+    def loss(head: nn.Linear, x: Tensor, temperature: float) -> Tensor:
+        return F.cross_entropy((head(x) / temperature).view(-1, V), TARGET.view(-1))
+
+    exact = [loss(head, x, 0.5 + i / 4) for i in range(4)]
+    for one in heads:
+        defer_logits(one)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for i, one in enumerate(heads):
+        torch.testing.assert_close(compiled(one, x, 0.5 + i / 4), exact[i], rtol=1e-12, atol=0)
+    assert counters["stats"]["unique_graphs"] <= 2
 
 
 CHOSEN = TARGET.clamp(min=0)[..., None]

@@ -84,7 +84,7 @@ def losses(model: nn.Module, teacher: nn.Module, ids: Tensor) -> Iterator[Tensor
     """Yield one loss for each way through a head."""
     inputs = {"input_ids": ids}
     yield model(**inputs, labels=ids, fused_lm_head=True).loss
-    yield loss_step(model, LigerFusedLinearDPOLoss(logits_budget=2 * 4 * 300), inputs, ids).loss
+    yield loss_step(model, LigerFusedLinearDPOLoss(use_ref_model=False, logits_budget=2 * 4 * 300), inputs, ids).loss
     yield step_inside_teacher(model, teacher, LigerFusedLinearJSDLoss(logits_budget=2 * 4 * 300), inputs, ids).loss
 
 
