@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from liger_chunked.deferred import quantized, request, sharded, traced
 from liger_chunked.deferred.head import OWNER, product
@@ -88,7 +89,11 @@ def _may_defer(layer: nn.Module) -> bool:
 
 def _in_graph(layer: Any) -> bool:
     """Whether Dynamo traces a call of a layer that can defer in a graph. Others break it."""
-    return _is_traced() and traced.IS_SERVED and type(layer.weight) in PLAIN and layer.weight.is_floating_point()
+    if not (_is_traced() and traced.IS_SERVED):
+        return False
+    if parametrize.is_parametrized(layer):  # whose weight is another one each time that it is read
+        return True
+    return type(layer.weight) in PLAIN and layer.weight.is_floating_point()
 
 
 def _is_changed(layer: nn.Module) -> bool:

@@ -36,6 +36,18 @@ def inplace_at(function: Any) -> int:
     return names.index("inplace") if "inplace" in names else -1
 
 
+@functools.cache
+def written_arguments(operator: Any) -> list[tuple[int, str]]:
+    """Return places and names of the arguments that an operator of `torch.ops` changes, of any of its overloads."""
+    overloads = [operator] if isinstance(operator, type(MARK)) else [getattr(operator, x) for x in operator.overloads()]
+    return [
+        (i, x.name)
+        for overload in overloads
+        for i, x in enumerate(overload._schema.arguments)
+        if x.alias_info is not None and x.alias_info.is_write
+    ]
+
+
 def drop_unread(module: GraphModule) -> None:
     """Let logits that no operation of a graph reads leave it without values: `TracedLogits._leave` replaces them."""
     graph = _Graph(list(module.graph.nodes))
@@ -109,10 +121,9 @@ def _storage(node: Node) -> Any:
 
 def _written_by(node: Node) -> list[Node]:
     """Return the arguments that an operation of a graph changes in place."""
-    if isinstance(node.target, type(MARK)):
-        schema = node.target._schema.arguments
-        given = {x.name: value for x, value in zip(schema, node.args, strict=False)} | dict(node.kwargs)
-        written: Any = [given.get(x.name) for x in schema if x.alias_info is not None and x.alias_info.is_write]
+    if isinstance(node.target, (type(MARK), type(aten.alias))):
+        schemas = written_arguments(node.target)
+        written: Any = [node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in schemas]
     else:
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
         at = inplace_at(node.target) if callable(node.target) else -1

@@ -31,13 +31,14 @@ from torch.nn.utils import parametrize
 
 from liger_chunked import whole_graph
 from liger_chunked.deferred import request, sharded
-from liger_chunked.deferred.graph_pass import MARK, drop_unread, inplace_at, is_write
+from liger_chunked.deferred.graph_pass import MARK, drop_unread, inplace_at, is_write, written_arguments
 from liger_chunked.deferred.head import product
 from liger_chunked.deferred.lazy import outside_graphs
 from liger_chunked.deferred.logits import DeferredLogits
 from liger_chunked.private import (
     HAS_STAND_INS,
     at_end_of_trace,
+    aten,
     transforms_are_active,
     without_torch_function,
 )
@@ -222,6 +223,8 @@ def _key_of(func: Any) -> str:
 
 def _writes(func: Any) -> bool:
     """Whether a function changes a tensor in place. Dynamo runs this as it traces."""
+    if isinstance(func, (type(MARK), type(aten.alias))):
+        return bool(written_arguments(func))
     return is_write(getattr(func, "__name__", ""))
 
 
