@@ -14,8 +14,9 @@ import pytest
 pytest.importorskip("trl")
 
 import tiny
-from fused import asked_logits
-from torch import nn
+import torch
+from fused import asked_logits, is_deferred, real
+from torch import Tensor, nn
 from trl.trainer import utils
 from trl_kinds import KINDS, PATCHED, PLAIN, assert_same, beside, build, log_of, run, state_of
 
@@ -133,6 +134,83 @@ def test_subclasses_and_later_modules(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not is_served(stock)
     stock.train()
     assert_same(log_of(trainer), log_of(stock), entries=3)
+
+
+def tripled(stock: Any, method: str, way: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[str]]:
+    """Return a trainer's class whose static method gives TRL's value times 3, and a list of its calls."""
+    calls: list[str] = []
+
+    def times_3(value: Tensor) -> Tensor:
+        calls.append(method)
+        return 3 * value
+
+    if way == "super":
+
+        def through_super(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+            return times_3(getattr(super(cls, self), method)(*args, **kwargs))
+
+        cls = type("Tripled", (stock,), {method: through_super})
+        return cls, calls
+    theirs = getattr(stock, method)
+    function = staticmethod(lambda *args, **kwargs: times_3(theirs(*args, **kwargs)))
+    if way == "static":
+        return type("Tripled", (stock,), {method: function}), calls
+    monkeypatch.setattr(stock, method, function)
+    return stock, calls
+
+
+# The trainers whose losses read logits in a static method, and that method.
+STATIC = {"ORPO": "get_batch_logps", "CPO": "get_batch_logps", "GKD": "generalized_jsd_loss"}
+
+
+@pytest.mark.parametrize("way", ["static", "super", "replaced"])
+@pytest.mark.parametrize("name", STATIC)
+def test_a_static_method_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, way: str) -> None:
+    """A subclass overrides it, or somebody replaces it on TRL's class: it is called, and gets TRL's value."""
+    module, method = importlib.import_module(KINDS[name].module), STATIC[name]
+    cls, calls = tripled(KINDS[name].stock(), method, way, monkeypatch)
+    monkeypatch.setattr(module, f"{name}Trainer", cls)
+    before = vars(cls)[method]
+    stock = run(tmp_path, name, False, SHORT)
+    n_calls = len(calls)
+    with asked_logits() as asked:
+        ours = run(tmp_path, name, PATCHED, SHORT)
+    assert n_calls > 0 and len(calls) == 2 * n_calls
+    assert_same(ours, stock, entries=3)
+    assert vars(cls)[method] is before
+    assert way != "super" or not asked  # super() is fused
+
+
+@pytest.mark.parametrize("name", STATIC)
+def test_static_methods_of_a_served_trainer(tmp_path: Path, name: str) -> None:
+    """They are TRL's for real logits, of the class and of its trainer; other trainers have none of them."""
+    torch.manual_seed(0)
+    trainer, method = make(tmp_path, name), STATIC[name]
+    with patch_trl():
+        served = make(tmp_path, name)
+        assert not any(hasattr(make(tmp_path), other) for other in STATIC.values())
+    logits, others, labels = torch.randn(2, 5, 7), torch.randn(2, 5, 7), torch.randint(7, (2, 5))
+    # `is_encoder_decoder` by position, and a temperature.
+    args: Any = (logits, others, labels, 0.3, 0.7) if name == "GKD" else (logits, labels, True, True)
+    expected = getattr(trainer, method)(*args)
+    for holder in (served, type(served)):
+        assert torch.equal(getattr(holder, method)(*args), expected)
+        with served.heads_set():
+            assert torch.equal(getattr(holder, method)(*args), expected)
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_items_in_batch": 4}, {"reduction": "sum"}], ids=str)
+def test_a_divergence_without_labels(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """TRL divides by the number of sequences, and ours did by the number of tokens."""
+    with patch_trl():
+        trainer = make(tmp_path, "GKD")
+    ids = torch.arange(4, 16).view(2, 6)
+    with trainer.heads_set(), torch.no_grad():
+        student, teacher = trainer.model(ids).logits, trainer.teacher_model(ids).logits
+        assert is_deferred(student) and is_deferred(teacher)
+        found = trainer.generalized_jsd_loss(student, teacher, **settings)
+    theirs = KINDS["GKD"].stock().generalized_jsd_loss(real(student), real(teacher), **settings)
+    torch.testing.assert_close(found, theirs)
 
 
 def test_modules_that_import_the_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

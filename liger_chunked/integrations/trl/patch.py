@@ -20,7 +20,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel, TrainingArguments
 from trl.trainer.base_trainer import _BaseTrainer
 
@@ -28,7 +28,7 @@ from liger_chunked.deferred.projection import projections_in
 from liger_chunked.integrations.transformers.attach import check_head
 from liger_chunked.integrations.transformers.detect import inner_model
 from liger_chunked.integrations.trl.heads import HEAD_BUDGET, Heads, HeadSettings, language_models
-from liger_chunked.integrations.trl.stand_ins import divergence, logps_of, replaced, swapped
+from liger_chunked.integrations.trl.stand_ins import replaced, swapped, trainer_classes
 from liger_chunked.shared_prefix.served import ROUTER, why_not_shared
 from liger_chunked.types import budget_bytes, shown
 
@@ -89,48 +89,6 @@ class ServedTrainer(_Trainer):
     prediction_step = _with_heads_set("prediction_step")
     compute_loss = _with_heads_set("compute_loss")
     _prepare_inputs = _with_heads_set("_prepare_inputs")
-
-    def get_batch_logps(
-        self,
-        logits: Tensor,
-        labels: Tensor,
-        average_log_prob: bool = False,
-        label_pad_token_id: int = -100,
-        is_encoder_decoder: bool = False,
-    ) -> Any:
-        """Sum the log-probabilities of ORPO and CPO, a static method of theirs: of labelled tokens, others are 0."""
-        shift = not is_encoder_decoder
-        target = labels[:, 1:] if shift else labels
-        mask = target != label_pad_token_id
-        logps = logps_of(logits[:, :-1] if shift else logits, target.where(mask, 0), row_mask=mask)
-        if logps is NotImplemented:
-            stock: Any = super()
-            return stock.get_batch_logps(logits, labels, average_log_prob, label_pad_token_id, is_encoder_decoder)
-        return logps.sum(-1) / mask.sum(-1) if average_log_prob else logps.sum(-1)
-
-    def generalized_jsd_loss(
-        self,
-        student_logits: Tensor,
-        teacher_logits: Tensor,
-        labels: Tensor | None = None,
-        beta: float = 0.5,
-        temperature: float = 1.0,
-        reduction: str = "batchmean",
-        *,
-        num_items_in_batch: int | Tensor | None = None,
-        **others: Any,
-    ) -> Any:
-        """Compute the divergence of GKD, GOLD and IW-OPD, a static method of theirs, from two stand-ins."""
-        result = NotImplemented
-        if reduction == "batchmean" and not others.get("top_k") and not others.get("logits_are_probs"):
-            settings: Any = {"temperature": temperature, "labels": labels, "num_items": num_items_in_batch}
-            result = divergence(student_logits, teacher_logits, beta, **settings)
-        if result is NotImplemented:
-            stock: Any = super()
-            settings = {"labels": labels, "beta": beta, "temperature": temperature, "reduction": reduction, **others}
-            settings["num_items_in_batch"] = num_items_in_batch
-            result = stock.generalized_jsd_loss(student_logits, teacher_logits, **settings)
-        return result
 
 
 @functools.cache
@@ -354,10 +312,7 @@ def checked_share_prefix(share_prefix: bool | str) -> bool | str:
 
 def _wrap_trainers() -> None:
     """Wrap the `__init__` of TRL's trainers, and of those that are imported later."""
-    left = [_BaseTrainer]
-    while left:
-        cls = left.pop()
-        left += cls.__subclasses__()
+    for cls in trainer_classes():
         _wrap(cls)
 
     def __init_subclass__(cls: Any, /, **kwargs: Any) -> None:
@@ -369,7 +324,7 @@ def _wrap_trainers() -> None:
 
 def _wrap(cls: type) -> None:
     stock = vars(cls).get("__init__")
-    if stock is None or cls is _BaseTrainer or cls.__module__.partition(".")[0] != "trl":
+    if stock is None or cls.__module__.partition(".")[0] != "trl":
         return
 
     @functools.wraps(stock)
