@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import sys
@@ -211,6 +212,31 @@ def test_a_divergence_without_labels(tmp_path: Path, settings: dict[str, Any]) -
         found = trainer.generalized_jsd_loss(student, teacher, **settings)
     theirs = KINDS["GKD"].stock().generalized_jsd_loss(real(student), real(teacher), **settings)
     torch.testing.assert_close(found, theirs)
+
+
+# Modules where somebody replaces `selective_log_softmax`, and a trainer that calls it: by its name, or inside its
+# `get_batch_logps`.
+CALLED_IN = {"trl.experimental.a2po.a2po_trainer": "A2PO", "trl.experimental.orpo.orpo_trainer": "ORPO"}
+
+
+@pytest.mark.parametrize("wraps", [True, False])
+@pytest.mark.parametrize("module", CALLED_IN)
+def test_a_function_of_a_user_in_a_module_of_trl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, wraps: bool
+) -> None:
+    """It is called, as without the patch, also if `functools.wraps` gives it the names of TRL's."""
+    holder, calls = importlib.import_module(module), []
+    theirs = holder.selective_log_softmax
+
+    def doubled(*args: Any, **kwargs: Any) -> Tensor:
+        calls.append(1)
+        return 2 * theirs(*args, **kwargs)
+
+    monkeypatch.setattr(holder, "selective_log_softmax", functools.wraps(theirs)(doubled) if wraps else doubled)
+    stock = run(tmp_path, CALLED_IN[module], False, SHORT)
+    n_calls = len(calls)
+    assert_same(run(tmp_path, CALLED_IN[module], PATCHED, SHORT), stock, entries=3)
+    assert n_calls > 0 and len(calls) == 2 * n_calls
 
 
 def test_modules_that_import_the_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

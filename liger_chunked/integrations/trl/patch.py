@@ -169,7 +169,8 @@ def constructing(
     try:
         heads.set(language_models((*args, *kwargs.values())))  # before TRL prepares a reference or a teacher
         casts = getattr(config, "cast_lm_head_to_fp32", False)  # TRL does so itself, without an adapter
-        with _MAKING, replaced({"add_fused_lm_head": add_head}), nullcontext() if casts else _lora_heads(type(trainer)):
+        heads_are_ours = replaced({"add_fused_lm_head": add_head}, of_anyone=True)
+        with _MAKING, heads_are_ours, nullcontext() if casts else _lora_heads(type(trainer)):
             yield
         heads.set(language_models(vars(trainer).values()))
         if share_prefix is True:

@@ -176,10 +176,13 @@ _OURS: dict[str, Callable[..., Any]] = {
 
 
 @contextmanager
-def replaced(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+def replaced(functions: Mapping[str, Callable[..., Any]], *, of_anyone: bool = False) -> Iterator[None]:
     """Replace functions of TRL's wherever they are, because its trainers import them by name.
 
     A replacement that returns `NotImplemented` leaves the call to TRL's function.
+
+    Args:
+        of_anyone: also replace what somebody else has put into TRL's modules under these names. False: it stays.
     """
     made: dict[Any, Any] = {}  # from a replacement to what it took the place of
 
@@ -193,7 +196,7 @@ def replaced(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
 
     try:
         for owner, name, function in _holders(functions):
-            if "trl" in {of.partition(".")[0] for of in (getattr(owner, "__name__", ""), function.__module__)}:
+            if _is_trls(function) or (of_anyone and owner.__name__.partition(".")[0] == "trl"):
                 new, before = replacement(functions[name], function), vars(owner)[name]
                 made[new] = before
                 setattr(owner, name, staticmethod(new) if isinstance(before, staticmethod) else new)
@@ -202,6 +205,17 @@ def replaced(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
         for owner, name, function in _holders(functions):  # also in modules that were imported meanwhile
             if function in made:
                 setattr(owner, name, made[function])
+
+
+def _is_trls(function: Any) -> bool:
+    """Whether a function is TRL's, or ours in its place, and so are those of `_OURS` that it calls.
+
+    Its globals say so: `functools.wraps` gives a user's function the names of TRL's.
+    """
+    names = function.__globals__
+    called = [names[name] for name in function.__code__.co_names if name in _OURS and name in names]
+    package = names.get("__name__", "").partition(".")[0]
+    return package in ("trl", "liger_chunked") and all(inspect.isfunction(x) and _is_trls(x) for x in called)
 
 
 def _holders(names: Iterable[str]) -> Iterator[tuple[Any, str, Any]]:
