@@ -57,7 +57,7 @@ def _statistics(z: Any, index: Tensor, row_mask: Tensor | None, *outputs: str) -
     return stats
 
 
-def logps_of(logits: Any, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None) -> Any:
+def _logps(logits: Any, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None) -> Any:
     """Return log-probabilities (...) of stand-ins (..., V) at ids `index` (...); NotImplemented for other tensors.
 
     Rows where `row_mask` is zero are not computed, and have 0.
@@ -140,7 +140,7 @@ def _batch_logps(logits: Any, labels: Tensor, average_log_prob: bool = False, is
     shift = not is_encoder_decoder
     target = labels[:, 1:] if shift else labels
     mask = target != -100
-    logps = logps_of(logits[:, :-1] if shift else logits, target.where(mask, 0), row_mask=mask)
+    logps = _logps(logits[:, :-1] if shift else logits, target.where(mask, 0), row_mask=mask)
     if logps is NotImplemented:
         return logps
     return logps.sum(-1) / mask.sum(-1) if average_log_prob else logps.sum(-1)
@@ -167,7 +167,7 @@ def _generalized_jsd_loss(
 
 
 _OURS: dict[str, Callable[..., Any]] = {
-    "selective_log_softmax": logps_of,
+    "selective_log_softmax": _logps,
     "selective_log_softmax_and_entropy": _logps_and_entropy,
     "compute_full_logit_self_distillation_loss": _self_distillation,
     "get_batch_logps": _batch_logps,
