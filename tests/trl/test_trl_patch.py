@@ -86,6 +86,31 @@ def test_ways_to_apply_it(tmp_path: Path) -> None:
     assert not any(getattr(x, "__module__", "").startswith("liger_chunked") for x in new)
 
 
+def test_a_patch_inside_itself(tmp_path: Path) -> None:
+    """The end of an inner block, or a function decorated in a block, leaves the outer block patched."""
+    with patch_trl(logits_budget="1MiB") as patch:
+        with patch:
+            assert is_served(make(tmp_path))
+        assert is_served(make(tmp_path))
+        with patch_trl(logits_budget="2MiB"):
+            with patch:
+                assert make(tmp_path)._heads.plain.logits_budget == 2**20
+            assert make(tmp_path)._heads.plain.logits_budget == 2**21
+        assert make(tmp_path)._heads.plain.logits_budget == 2**20
+        assert is_served(patch(make)(tmp_path)) and is_served(make(tmp_path))
+    assert not is_served(make(tmp_path))
+    with patch, patch:
+        patch.undo()  # undoes all of it
+        assert not is_served(make(tmp_path))
+        with patch:
+            assert is_served(make(tmp_path))
+    assert not is_served(make(tmp_path))
+    made = patch_trl()
+    with made:
+        pass
+    assert not is_served(make(tmp_path))  # the block began what the call had made active
+
+
 def test_one_model_alone(tmp_path: Path) -> None:
     """Other models' trainers stay TRL's. The reference of a served trainer is served."""
     ours, other = tiny.model(), tiny.model(seed=3)

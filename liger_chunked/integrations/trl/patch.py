@@ -232,7 +232,8 @@ class patch_trl:
         @patch_trl()
         def main(): ...
 
-    A trainer that was made under a patch is served for its whole life.
+    Blocks may be nested, also those of one patch. Decorating a function with a patch undoes it outside of the
+    function's calls, unless it is in a block. A trainer that was made under a patch is served for its whole life.
 
     Args:
         model: only serve trainers of this model (the argument `model` of the trainer, maybe wrapped by PEFT), with
@@ -247,7 +248,7 @@ class patch_trl:
         ValueError: an argument that cannot be served; the trainer's `__init__` raises it for a setting of its own.
     """
 
-    _active: list[patch_trl] = []  # noqa: RUF012 - of all instances
+    _active: list[patch_trl] = []  # noqa: RUF012 - of all instances, one entry for each `_apply`
     _wrapped: dict[type, Any] = {}  # noqa: RUF012
 
     def __init__(
@@ -264,6 +265,7 @@ class patch_trl:
             "logits_budget": budget_bytes(logits_budget),
             "share_prefix": checked_share_prefix(share_prefix),
         }
+        self._n_blocks = 0  # `with` blocks of this patch that are open
         self._apply()
 
     def _apply(self) -> None:
@@ -272,24 +274,34 @@ class patch_trl:
                 _wrap_trainers()
             patch_trl._active.append(self)
 
-    def undo(self) -> None:
-        """Leave TRL as it was. Trainers that were made before stay served."""
+    def _leave(self) -> None:
+        """Undo the newest `_apply` of this patch, if there is one."""
         with _MAKING:
             if self in patch_trl._active:
-                patch_trl._active.remove(self)
+                newest = max(i for i, patch in enumerate(patch_trl._active) if patch is self)
+                del patch_trl._active[newest]
                 if not patch_trl._active:
                     _unwrap_trainers()
 
+    def undo(self) -> None:
+        """Leave TRL as it was. Trainers that were made before stay served."""
+        while self in patch_trl._active:
+            self._leave()
+
     def __enter__(self) -> patch_trl:
-        if self not in patch_trl._active:
+        # The outermost block takes over what the constructor has applied.
+        if self._n_blocks or self not in patch_trl._active:
             self._apply()
+        self._n_blocks += 1
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self.undo()
+        self._n_blocks -= 1
+        self._leave()
 
     def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
-        self.undo()
+        if not self._n_blocks:
+            self.undo()
 
         @functools.wraps(function)
         def patched(*args: P.args, **kwargs: P.kwargs) -> T:
