@@ -6,6 +6,7 @@ import functools
 import gc
 import importlib
 import sys
+import weakref
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -109,6 +110,26 @@ def test_a_patch_inside_itself(tmp_path: Path) -> None:
     with made:
         pass
     assert not is_served(make(tmp_path))  # the block began what the call had made active
+
+
+def test_a_class_of_a_user_is_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook defines its trainer again and again, with what the class holds."""
+    trl = importlib.import_module("trl")
+
+    def served() -> weakref.ref[type]:
+        class Mine(trl.SFTTrainer):  # type: ignore[misc, name-defined]
+            pass
+
+        with monkeypatch.context() as context:
+            context.setattr(trl, "SFTTrainer", Mine)
+            trainers = [make(tmp_path), make(tmp_path)]
+        assert all(is_served(trainer) for trainer in trainers) and type(trainers[0]) is type(trainers[1])
+        return weakref.ref(Mine)
+
+    with patch_trl():
+        mine = served()
+        gc.collect()
+        assert mine() is None
 
 
 def test_one_model_alone(tmp_path: Path) -> None:

@@ -91,13 +91,15 @@ class ServedTrainer(_Trainer):
     _prepare_inputs = _with_heads_set("_prepare_inputs")
 
 
-@functools.cache
 def served_class(cls: Any) -> Any:
     """Return the subclass of a trainer's class that `ServedTrainer` serves, with the same name."""
     if issubclass(cls, ServedTrainer):
         return cls
+    bases = _server_of(cls), cls
     namespace = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(cls.__name__, (_server_of(cls), cls), namespace)
+    # The class of an earlier trainer: Python knows the subclasses that are alive, and a cache would keep them so.
+    alike = (c for c in cls.__subclasses__() if c.__bases__ == bases and c.__qualname__ == cls.__qualname__)
+    return next(alike, None) or type(cls.__name__, bases, namespace)
 
 
 def _server_of(cls: Any) -> Any:
