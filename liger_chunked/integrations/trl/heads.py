@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from trl.trainer import utils
 
@@ -133,7 +134,7 @@ class Heads:
         """Remember what is set on an instance, and take off what a trainer of TRL's left."""
         state = vars(module)
         self._theirs[module] = {name: state[name] for name in _SLOTS if name in state}
-        if is_sharded(module):  # once for ever, and accelerate's mark says so
+        if isinstance(module, FSDPModule):  # once for ever, and accelerate's mark says so
             return
         ours = self._ours.pop(module, None)
         if ours is not None:
@@ -164,7 +165,7 @@ class Heads:
         for module, theirs in self._theirs.items():
             state = vars(module)
             # A newer trainer of TRL's has set its own head meanwhile.
-            if is_sharded(module) or newer_head(module) is not None:
+            if isinstance(module, FSDPModule) or newer_head(module) is not None:
                 continue
             self._ours[module] = {name: state.pop(name) for name in _SLOTS if name in state}
             state.update(theirs)
@@ -186,10 +187,6 @@ def language_models(values: Iterable[Any]) -> Iterator[nn.Module]:
 
 def _in_dtype_of_weight(head: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(x.to(head.weight.dtype) for x in args)
-
-
-def is_sharded(model: nn.Module) -> bool:
-    return any(cls.__name__ == "FSDPModule" for cls in type(model).__mro__)
 
 
 add_keywords("fused_lm_head", "kept_ids")
