@@ -39,7 +39,7 @@ from liger_chunked.integrations.transformers.detect import STOCK, head_of, inner
 from liger_chunked.integrations.transformers.forward import STATE, ForwardState, add_keywords
 from liger_chunked.kept_ids import KeptIds
 from liger_chunked.shared_prefix.share import share_pass
-from liger_chunked.types import Head, TokenStats
+from liger_chunked.types import Head, TokenStats, shown
 
 # With the automatic budget, DPO of Qwen2.5-0.5B on 8 x 2048 tokens took 0.55 GiB more than TRL's head on Liger-Kernel's
 # layers.
@@ -197,7 +197,13 @@ def _rewritten(settings: HeadSettings, model: PreTrainedModel, arguments: dict[s
     kept = arguments.pop("kept_ids", None)
     if "fused_lm_head" in arguments and newer_head(model) is not None:
         return arguments
-    if arguments.pop("fused_lm_head", False):
+    is_fused = arguments.pop("fused_lm_head", False)
+    if kept is not None and not is_fused:
+        raise ValueError(
+            f"kept_ids is read by fused_lm_head=True alone, got {shown(kept)} without it: pass fused_lm_head=True, or "
+            "leave kept_ids out and pass kept= to the loss in your head_fn"
+        )
+    if is_fused:
         arguments["head_fn"] = functools.partial(fused_output, settings=settings, kept=kept)
     head_fn = arguments.pop("head_fn", None)
     if head_fn is None:
