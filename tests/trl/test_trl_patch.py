@@ -65,8 +65,8 @@ def test_ways_to_apply_it(tmp_path: Path) -> None:
     with patch_trl() as entered:
         assert is_served(make(tmp_path))
         with patch_trl(logits_budget="1MiB"):
-            assert make(tmp_path)._heads.plain.logits_budget == 2**20
-        assert make(tmp_path)._heads.plain.logits_budget == 512 * 2**20
+            assert make(tmp_path)._liger_heads.plain.logits_budget == 2**20
+        assert make(tmp_path)._liger_heads.plain.logits_budget == 512 * 2**20
     assert isinstance(entered, patch_trl) and not is_served(make(tmp_path))
 
     @patch_trl(logits_budget="2MiB")
@@ -76,7 +76,7 @@ def test_ways_to_apply_it(tmp_path: Path) -> None:
 
     assert (main.__name__, main.__doc__) == ("main", "Train.")
     assert not is_served(make(tmp_path))  # decorating patches nothing
-    assert main("DPO")._heads.plain.logits_budget == 2**21
+    assert main("DPO")._liger_heads.plain.logits_budget == 2**21
     with pytest.raises(ZeroDivisionError), patch_trl():
         _ = 1 / 0
     trainer = main("ORPO")
@@ -95,9 +95,9 @@ def test_a_patch_inside_itself(tmp_path: Path) -> None:
         assert is_served(make(tmp_path))
         with patch_trl(logits_budget="2MiB"):
             with patch:
-                assert make(tmp_path)._heads.plain.logits_budget == 2**20
-            assert make(tmp_path)._heads.plain.logits_budget == 2**21
-        assert make(tmp_path)._heads.plain.logits_budget == 2**20
+                assert make(tmp_path)._liger_heads.plain.logits_budget == 2**20
+            assert make(tmp_path)._liger_heads.plain.logits_budget == 2**21
+        assert make(tmp_path)._liger_heads.plain.logits_budget == 2**20
         assert is_served(patch(make)(tmp_path)) and is_served(make(tmp_path))
     assert not is_served(make(tmp_path))
     with patch, patch:
@@ -283,6 +283,82 @@ def test_a_function_of_a_user_in_a_module_of_trl(
     n_calls = len(calls)
     assert_same(run(tmp_path, CALLED_IN[module], PATCHED, SHORT), stock, entries=3)
     assert n_calls > 0 and len(calls) == 2 * n_calls
+
+
+def overriding(stock: Any, name: str, calls: list[str]) -> Any:
+    """Return a subclass of a trainer with a member of its own, called `name`, that changes what is trained."""
+
+    def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        return 2 * stock.compute_loss(self, *args, **kwargs)
+
+    def _compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        loss, *others = stock._compute_loss(self, *args, **kwargs)
+        return 2 * loss, *others
+
+    def _get_last_hidden_state(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        return 2 * stock._get_last_hidden_state(self, *args, **kwargs)
+
+    def factor(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        return 3.0
+
+    def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self, name)() * stock.training_step(self, *args, **kwargs)
+
+    trls = {x.__name__: x for x in (compute_loss, _compute_loss, _get_last_hidden_state)}
+    members: dict[str, Any] = {name: trls[name]} if name in trls else {name: factor, "training_step": training_step}
+    return type("Own", (stock,), members)
+
+
+OF_LOSSES = ("compute_loss", "_compute_loss", "_get_last_hidden_state")
+
+
+@pytest.mark.parametrize(
+    ("name", "whose"),
+    [
+        *((name, whose) for name in OF_LOSSES for whose in ("patched", "liger")),
+        *((name, "patched") for name in ("global_mean", "_check_made")),  # of our mixin
+    ],
+)
+def test_members_of_a_users_distillation_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, whose: str
+) -> None:
+    """Ours computes TRL's loss of this trainer, unless the user's class computes it; other names are the user's."""
+    trl, calls = importlib.import_module("trl"), []
+    stock_class = KINDS["Distillation"].stock()
+    with monkeypatch.context() as context:
+        context.setattr(trl, "DistillationTrainer", overriding(stock_class, name, calls))
+        stock = run(tmp_path, "Distillation", False, SHORT)
+        n_calls = len(calls)
+        if whose == "patched":
+            ours = run(tmp_path, "Distillation", PATCHED, SHORT)
+    if whose == "liger":
+        cls = overriding(integration.LigerDistillationTrainer, name, calls)
+        monkeypatch.setattr(integration, "LigerDistillationTrainer", cls)
+        ours = run(tmp_path, "Distillation", True, SHORT)
+    assert n_calls > 0 and len(calls) == 2 * n_calls
+    assert_same(ours, stock, entries=3)
+
+
+def test_attributes_of_a_users_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a served trainer have names that nobody else uses."""
+    trl = importlib.import_module("trl")
+
+    class Own(trl.SFTTrainer):  # type: ignore[misc, name-defined]
+        _depth = 7
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._heads = [1, 2]
+
+    monkeypatch.setattr(trl, "SFTTrainer", Own)
+    with patch_trl():
+        trainer = make(tmp_path)
+    trainer.train()
+    assert is_served(trainer) and trainer._depth == 7 and trainer._heads == [1, 2]
 
 
 def test_modules_that_import_the_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

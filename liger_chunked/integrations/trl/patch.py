@@ -65,21 +65,22 @@ def _with_heads_set(name: str, *, until_end: bool = False) -> Any:
 class ServedTrainer(_Trainer):
     """What a served trainer has in addition to TRL's: its heads, which are set while it works."""
 
-    _heads: Heads
-    _depth = 0
+    # Names that no trainer of a user has.
+    _liger_heads: Heads
+    _liger_depth = 0
 
     @contextmanager
     def heads_set(self, *, until_end: bool = False) -> Iterator[None]:
         """Set the heads; `until_end`: and take them off after the outermost call."""
-        self._heads.set(language_models(vars(self).values()))
-        self._depth += 1
+        self._liger_heads.set(language_models(vars(self).values()))
+        self._liger_depth += 1
         try:
             with swapped():
                 yield
         finally:
-            self._depth -= 1
-            if until_end and not self._depth:
-                self._heads.take_off()
+            self._liger_depth -= 1
+            if until_end and not self._liger_depth:
+                self._liger_heads.take_off()
 
     train = _with_heads_set("train", until_end=True)
     evaluate = _with_heads_set("evaluate", until_end=True)
@@ -103,13 +104,16 @@ def served_class(cls: Any) -> Any:
 
 
 def _server_of(cls: Any) -> Any:
-    """Return the mixin for a trainer's class: that of `DistillationTrainer`, unless a subclass has its own loss."""
-    owners = [next((c for c in cls.__mro__ if name in vars(c)), None) for name in ("compute_loss", "_compute_loss")]
-    if not all(owner is not None and owner.__module__ == "trl.trainer.distillation_trainer" for owner in owners):
+    """Return the mixin for a trainer's class: that of `DistillationTrainer`, unless a subclass has one of its names."""
+    mro = cls.__mro__
+    stock = next((i for i, c in enumerate(mro) if c.__module__ == "trl.trainer.distillation_trainer"), None)
+    if stock is None:
         return ServedTrainer
-    from liger_chunked.integrations.trl.losses import DistillationMixin  # imports this module
+    from liger_chunked.integrations.trl.losses import DistillationMixin, LossMixin  # imports this module
 
-    return DistillationMixin
+    names = {name for name in vars(LossMixin) | vars(DistillationMixin) if not name.startswith("__")}
+    # The mixin comes before the user's class, and would hide its members.
+    return DistillationMixin if all(names.isdisjoint(vars(c)) for c in mro[:stock]) else ServedTrainer
 
 
 def config_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingArguments | None:
@@ -166,7 +170,7 @@ def constructing(
         heads.give(model, HeadSettings(*settings, **named))
         shares.append(model)
 
-    trainer._heads = heads
+    trainer._liger_heads = heads
     weakref.finalize(trainer, heads.take_off).atexit = False
     try:
         heads.set(language_models((*args, *kwargs.values())))  # before TRL prepares a reference or a teacher
