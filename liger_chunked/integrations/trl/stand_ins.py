@@ -233,7 +233,8 @@ def trainer_classes() -> list[type]:
     """Return the imported trainers of TRL's, and subclasses of them."""
     found: list[type] = [_BaseTrainer]
     for cls in found:  # which grows
-        found += [subclass for subclass in cls.__subclasses__() if subclass not in found]
+        subclasses: list[type] = cls.__subclasses__()
+        found += [subclass for subclass in subclasses if subclass not in found]
     return found[1:]
 
 
