@@ -525,7 +525,7 @@ def test_a_budget_beside_a_loss(tmp_path, monkeypatch):
         build(tmp_path, "DPO", ours=True, loss=LigerFusedLinearDPOLoss(), logits_budget="1MiB")
     # The loss's budget also applies to the heads that score the reference.
     trainer = build(tmp_path, "DPO", ours=True, loss=LigerFusedLinearDPOLoss(logits_budget="1MiB"))
-    assert trainer._heads.plain.logits_budget == 2**20
+    assert trainer._liger_heads.plain.logits_budget == 2**20
 
 
 def test_precomputed_sums_for_a_loss_of_tokens(tmp_path, monkeypatch):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import sys
+import weakref
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,8 +16,9 @@ import pytest
 pytest.importorskip("trl")
 
 import tiny
-from fused import asked_logits
-from torch import nn
+import torch
+from fused import asked_logits, is_deferred, real
+from torch import Tensor, nn
 from trl.trainer import utils
 from trl_kinds import KINDS, PATCHED, PLAIN, assert_same, beside, build, log_of, run, state_of
 
@@ -62,8 +65,8 @@ def test_ways_to_apply_it(tmp_path: Path) -> None:
     with patch_trl() as entered:
         assert is_served(make(tmp_path))
         with patch_trl(logits_budget="1MiB"):
-            assert make(tmp_path)._heads.plain.logits_budget == 2**20
-        assert make(tmp_path)._heads.plain.logits_budget == 512 * 2**20
+            assert make(tmp_path)._liger_heads.plain.logits_budget == 2**20
+        assert make(tmp_path)._liger_heads.plain.logits_budget == 512 * 2**20
     assert isinstance(entered, patch_trl) and not is_served(make(tmp_path))
 
     @patch_trl(logits_budget="2MiB")
@@ -73,7 +76,7 @@ def test_ways_to_apply_it(tmp_path: Path) -> None:
 
     assert (main.__name__, main.__doc__) == ("main", "Train.")
     assert not is_served(make(tmp_path))  # decorating patches nothing
-    assert main("DPO")._heads.plain.logits_budget == 2**21
+    assert main("DPO")._liger_heads.plain.logits_budget == 2**21
     with pytest.raises(ZeroDivisionError), patch_trl():
         _ = 1 / 0
     trainer = main("ORPO")
@@ -82,6 +85,51 @@ def test_ways_to_apply_it(tmp_path: Path) -> None:
     assert all(x is after[key] for key, x in before.items())
     new = [x for key, x in after.items() if key not in before]  # what TRL has imported meanwhile
     assert not any(getattr(x, "__module__", "").startswith("liger_chunked") for x in new)
+
+
+def test_a_patch_inside_itself(tmp_path: Path) -> None:
+    """The end of an inner block, or a function decorated in a block, leaves the outer block patched."""
+    with patch_trl(logits_budget="1MiB") as patch:
+        with patch:
+            assert is_served(make(tmp_path))
+        assert is_served(make(tmp_path))
+        with patch_trl(logits_budget="2MiB"):
+            with patch:
+                assert make(tmp_path)._liger_heads.plain.logits_budget == 2**20
+            assert make(tmp_path)._liger_heads.plain.logits_budget == 2**21
+        assert make(tmp_path)._liger_heads.plain.logits_budget == 2**20
+        assert is_served(patch(make)(tmp_path)) and is_served(make(tmp_path))
+    assert not is_served(make(tmp_path))
+    with patch, patch:
+        patch.undo()  # undoes all of it
+        assert not is_served(make(tmp_path))
+        with patch:
+            assert is_served(make(tmp_path))
+    assert not is_served(make(tmp_path))
+    made = patch_trl()
+    with made:
+        pass
+    assert not is_served(make(tmp_path))  # the block began what the call had made active
+
+
+def test_a_class_of_a_user_is_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook defines its trainer again and again, with what the class holds."""
+    trl = importlib.import_module("trl")
+
+    def served() -> weakref.ref[type]:
+        class Mine(trl.SFTTrainer):  # type: ignore[misc, name-defined]
+            pass
+
+        with monkeypatch.context() as context:
+            context.setattr(trl, "SFTTrainer", Mine)
+            trainers = [make(tmp_path), make(tmp_path)]
+        assert all(is_served(trainer) for trainer in trainers) and type(trainers[0]) is type(trainers[1])
+        return weakref.ref(Mine)
+
+    with patch_trl():
+        mine = served()
+        gc.collect()
+        assert mine() is None
 
 
 def test_one_model_alone(tmp_path: Path) -> None:
@@ -133,6 +181,184 @@ def test_subclasses_and_later_modules(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not is_served(stock)
     stock.train()
     assert_same(log_of(trainer), log_of(stock), entries=3)
+
+
+def tripled(stock: Any, method: str, way: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[str]]:
+    """Return a trainer's class whose static method gives TRL's value times 3, and a list of its calls."""
+    calls: list[str] = []
+
+    def times_3(value: Tensor) -> Tensor:
+        calls.append(method)
+        return 3 * value
+
+    if way == "super":
+
+        def through_super(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+            return times_3(getattr(super(cls, self), method)(*args, **kwargs))
+
+        cls = type("Tripled", (stock,), {method: through_super})
+        return cls, calls
+    theirs = getattr(stock, method)
+    function = staticmethod(lambda *args, **kwargs: times_3(theirs(*args, **kwargs)))
+    if way == "static":
+        return type("Tripled", (stock,), {method: function}), calls
+    monkeypatch.setattr(stock, method, function)
+    return stock, calls
+
+
+# The trainers whose losses read logits in a static method, and that method.
+STATIC = {"ORPO": "get_batch_logps", "CPO": "get_batch_logps", "GKD": "generalized_jsd_loss"}
+
+
+@pytest.mark.parametrize("way", ["static", "super", "replaced"])
+@pytest.mark.parametrize("name", STATIC)
+def test_a_static_method_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, way: str) -> None:
+    """A subclass overrides it, or somebody replaces it on TRL's class: it is called, and gets TRL's value."""
+    module, method = importlib.import_module(KINDS[name].module), STATIC[name]
+    cls, calls = tripled(KINDS[name].stock(), method, way, monkeypatch)
+    monkeypatch.setattr(module, f"{name}Trainer", cls)
+    before = vars(cls)[method]
+    stock = run(tmp_path, name, False, SHORT)
+    n_calls = len(calls)
+    with asked_logits() as asked:
+        ours = run(tmp_path, name, PATCHED, SHORT)
+    assert n_calls > 0 and len(calls) == 2 * n_calls
+    assert_same(ours, stock, entries=3)
+    assert vars(cls)[method] is before
+    assert way != "super" or not asked  # super() is fused
+
+
+@pytest.mark.parametrize("name", STATIC)
+def test_static_methods_of_a_served_trainer(tmp_path: Path, name: str) -> None:
+    """They are TRL's for real logits, of the class and of its trainer; other trainers have none of them."""
+    torch.manual_seed(0)
+    trainer, method = make(tmp_path, name), STATIC[name]
+    with patch_trl():
+        served = make(tmp_path, name)
+        assert not any(hasattr(make(tmp_path), other) for other in STATIC.values())
+    logits, others, labels = torch.randn(2, 5, 7), torch.randn(2, 5, 7), torch.randint(7, (2, 5))
+    # `is_encoder_decoder` by position, and a temperature.
+    args: Any = (logits, others, labels, 0.3, 0.7) if name == "GKD" else (logits, labels, True, True)
+    expected = getattr(trainer, method)(*args)
+    for holder in (served, type(served)):
+        assert torch.equal(getattr(holder, method)(*args), expected)
+        with served.heads_set():
+            assert torch.equal(getattr(holder, method)(*args), expected)
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_items_in_batch": 4}, {"reduction": "sum"}], ids=str)
+def test_a_divergence_without_labels(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """TRL divides by the number of sequences, and ours did by the number of tokens."""
+    with patch_trl():
+        trainer = make(tmp_path, "GKD")
+    ids = torch.arange(4, 16).view(2, 6)
+    with trainer.heads_set(), torch.no_grad():
+        student, teacher = trainer.model(ids).logits, trainer.teacher_model(ids).logits
+        assert is_deferred(student) and is_deferred(teacher)
+        found = trainer.generalized_jsd_loss(student, teacher, **settings)
+    theirs = KINDS["GKD"].stock().generalized_jsd_loss(real(student), real(teacher), **settings)
+    torch.testing.assert_close(found, theirs)
+
+
+# Modules where somebody replaces `selective_log_softmax`, and a trainer that calls it: by its name, or inside its
+# `get_batch_logps`.
+CALLED_IN = {"trl.experimental.a2po.a2po_trainer": "A2PO", "trl.experimental.orpo.orpo_trainer": "ORPO"}
+
+
+@pytest.mark.parametrize("wraps", [True, False])
+@pytest.mark.parametrize("module", CALLED_IN)
+def test_a_function_of_a_user_in_a_module_of_trl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, wraps: bool
+) -> None:
+    """It is called, as without the patch, also if `functools.wraps` gives it the names of TRL's."""
+    holder, calls = importlib.import_module(module), []
+    theirs = holder.selective_log_softmax
+
+    def doubled(*args: Any, **kwargs: Any) -> Tensor:
+        calls.append(1)
+        return 2 * theirs(*args, **kwargs)
+
+    monkeypatch.setattr(holder, "selective_log_softmax", functools.wraps(theirs)(doubled) if wraps else doubled)
+    stock = run(tmp_path, CALLED_IN[module], False, SHORT)
+    n_calls = len(calls)
+    assert_same(run(tmp_path, CALLED_IN[module], PATCHED, SHORT), stock, entries=3)
+    assert n_calls > 0 and len(calls) == 2 * n_calls
+
+
+def overriding(stock: Any, name: str, calls: list[str]) -> Any:
+    """Return a subclass of a trainer with a member of its own, called `name`, that changes what is trained."""
+
+    def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        return 2 * stock.compute_loss(self, *args, **kwargs)
+
+    def _compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        loss, *others = stock._compute_loss(self, *args, **kwargs)
+        return 2 * loss, *others
+
+    def _get_last_hidden_state(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        return 2 * stock._get_last_hidden_state(self, *args, **kwargs)
+
+    def factor(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        return 3.0
+
+    def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self, name)() * stock.training_step(self, *args, **kwargs)
+
+    trls = {x.__name__: x for x in (compute_loss, _compute_loss, _get_last_hidden_state)}
+    members: dict[str, Any] = {name: trls[name]} if name in trls else {name: factor, "training_step": training_step}
+    return type("Own", (stock,), members)
+
+
+OF_LOSSES = ("compute_loss", "_compute_loss", "_get_last_hidden_state")
+
+
+@pytest.mark.parametrize(
+    ("name", "whose"),
+    [
+        *((name, whose) for name in OF_LOSSES for whose in ("patched", "liger")),
+        *((name, "patched") for name in ("global_mean", "_check_made")),  # of our mixin
+    ],
+)
+def test_members_of_a_users_distillation_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, whose: str
+) -> None:
+    """Ours computes TRL's loss of this trainer, unless the user's class computes it; other names are the user's."""
+    trl, calls = importlib.import_module("trl"), []
+    stock_class = KINDS["Distillation"].stock()
+    with monkeypatch.context() as context:
+        context.setattr(trl, "DistillationTrainer", overriding(stock_class, name, calls))
+        stock = run(tmp_path, "Distillation", False, SHORT)
+        n_calls = len(calls)
+        if whose == "patched":
+            ours = run(tmp_path, "Distillation", PATCHED, SHORT)
+    if whose == "liger":
+        cls = overriding(integration.LigerDistillationTrainer, name, calls)
+        monkeypatch.setattr(integration, "LigerDistillationTrainer", cls)
+        ours = run(tmp_path, "Distillation", True, SHORT)
+    assert n_calls > 0 and len(calls) == 2 * n_calls
+    assert_same(ours, stock, entries=3)
+
+
+def test_attributes_of_a_users_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a served trainer have names that nobody else uses."""
+    trl = importlib.import_module("trl")
+
+    class Own(trl.SFTTrainer):  # type: ignore[misc, name-defined]
+        _depth = 7
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._heads = [1, 2]
+
+    monkeypatch.setattr(trl, "SFTTrainer", Own)
+    with patch_trl():
+        trainer = make(tmp_path)
+    trainer.train()
+    assert is_served(trainer) and trainer._depth == 7 and trainer._heads == [1, 2]
 
 
 def test_modules_that_import_the_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,11 +20,12 @@ import torch.distributed as dist
 from fresh_process import FreshProcesses
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from trl_kinds import PLAIN, assert_same, build, join, log_of, rare, run, spawn
+from trl_kinds import PLAIN, assert_same, build, join, log_of, rare, run, set_head, spawn
 
 from liger_chunked import LigerFusedLinearGRPOLoss, LigerFusedLinearPolicyBase, Rollouts, Surrogate
 from liger_chunked.integrations.transformers.detect import inner_model
 from liger_chunked.integrations.trl.losses import LossMixin
+from liger_chunked.kept_ids import KeptIds
 from liger_chunked.losses.surrogates import Clip
 
 # Four completions of two prompts a step, in four micro-batches that mix them.
@@ -401,6 +402,16 @@ def test_a_reference_over_kept_ids(tmp_path: Path) -> None:
     config = {**FILTERS, "beta": 0.1, "max_steps": 1}
     log, _, _ = trained(tmp_path, "GRPO", config, model=str(tmp_path / "model"), kept_ids=True)
     assert abs(log[0]["kl"]) < 1e-6
+
+
+@pytest.mark.parametrize("call", [{}, {"fused_lm_head": False}, {"head_fn": lambda head, input: input}])
+def test_kept_ids_that_nothing_reads(call: dict[str, Any]) -> None:
+    model, ids = tiny.model(), torch.arange(4, 12)[None]
+    heads = set_head(model)
+    with pytest.raises(ValueError, match=r"kept_ids is read by fused_lm_head=True alone, .*: pass fused_lm_head=True"):
+        model(ids, labels=ids, kept_ids=KeptIds(ids[0], torch.arange(9)), **call)
+    model(ids, labels=ids, kept_ids=None, **call)
+    heads.take_off()
 
 
 def test_what_cannot_be_recorded(tmp_path: Path) -> None:

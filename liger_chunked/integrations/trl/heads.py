@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from trl.trainer import utils
 
@@ -38,7 +39,7 @@ from liger_chunked.integrations.transformers.detect import STOCK, head_of, inner
 from liger_chunked.integrations.transformers.forward import STATE, ForwardState, add_keywords
 from liger_chunked.kept_ids import KeptIds
 from liger_chunked.shared_prefix.share import share_pass
-from liger_chunked.types import Head, TokenStats
+from liger_chunked.types import Head, TokenStats, shown
 
 # With the automatic budget, DPO of Qwen2.5-0.5B on 8 x 2048 tokens took 0.55 GiB more than TRL's head on Liger-Kernel's
 # layers.
@@ -133,7 +134,7 @@ class Heads:
         """Remember what is set on an instance, and take off what a trainer of TRL's left."""
         state = vars(module)
         self._theirs[module] = {name: state[name] for name in _SLOTS if name in state}
-        if is_sharded(module):  # once for ever, and accelerate's mark says so
+        if isinstance(module, FSDPModule):  # once for ever, and accelerate's mark says so
             return
         ours = self._ours.pop(module, None)
         if ours is not None:
@@ -164,7 +165,7 @@ class Heads:
         for module, theirs in self._theirs.items():
             state = vars(module)
             # A newer trainer of TRL's has set its own head meanwhile.
-            if is_sharded(module) or newer_head(module) is not None:
+            if isinstance(module, FSDPModule) or newer_head(module) is not None:
                 continue
             self._ours[module] = {name: state.pop(name) for name in _SLOTS if name in state}
             state.update(theirs)
@@ -188,10 +189,6 @@ def _in_dtype_of_weight(head: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ..
     return tuple(x.to(head.weight.dtype) for x in args)
 
 
-def is_sharded(model: nn.Module) -> bool:
-    return any(cls.__name__ == "FSDPModule" for cls in type(model).__mro__)
-
-
 add_keywords("fused_lm_head", "kept_ids")
 
 
@@ -200,7 +197,13 @@ def _rewritten(settings: HeadSettings, model: PreTrainedModel, arguments: dict[s
     kept = arguments.pop("kept_ids", None)
     if "fused_lm_head" in arguments and newer_head(model) is not None:
         return arguments
-    if arguments.pop("fused_lm_head", False):
+    is_fused = arguments.pop("fused_lm_head", False)
+    if kept is not None and not is_fused:
+        raise ValueError(
+            f"kept_ids is read by fused_lm_head=True alone, got {shown(kept)} without it: pass fused_lm_head=True, or "
+            "leave kept_ids out and pass kept= to the loss in your head_fn"
+        )
+    if is_fused:
         arguments["head_fn"] = functools.partial(fused_output, settings=settings, kept=kept)
     head_fn = arguments.pop("head_fn", None)
     if head_fn is None:

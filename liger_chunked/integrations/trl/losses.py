@@ -124,6 +124,8 @@ class LossMixin(ServedTrainer):
     loss_kind: ClassVar[type[Any] | None] = None
     # Config fields of TRL's loss, and equivalent attributes of `loss`, or None.
     replaced_fields: ClassVar[Mapping[str, str | None]] = {}
+    # Methods that compute TRL's loss, and that `loss` is in the place of.
+    replaced_methods: ClassVar[tuple[str, ...]] = ("_compute_loss",)
     loss_override: Any = None
 
     def __init__(
@@ -139,10 +141,9 @@ class LossMixin(ServedTrainer):
             config = config_in(args, kwargs)
             self._check_loss(loss)
             self._check_config(loss, config)
-            owner = next((cls for cls in type(self).__mro__ if "_compute_loss" in vars(cls)), None)
-            if owner is not None and owner.__module__.partition(".")[0] not in ("trl", "liger_chunked"):
+            if (name := self._overridden()) is not None:
                 raise TypeError(
-                    f"with loss=, _compute_loss of {owner.__name__} would not be called: override compute_loss, which "
+                    f"with loss=, {name} of {type(self).__name__} would not be called: override compute_loss, which "
                     "calls the loss by super(), or leave loss= out"
                 )
             if budget is not None:
@@ -160,6 +161,14 @@ class LossMixin(ServedTrainer):
             super().__init__(*args, **kwargs)
             self._check_trains(trained)
             self._check_made()
+
+    def _overridden(self) -> str | None:
+        """Return which of `replaced_methods` is a user's: of a subclass, or set on the instance."""
+        for name in self.replaced_methods:
+            owner = next((cls for cls in type(self).__mro__ if name in vars(cls)), LossMixin)
+            if name in vars(self) or owner.__module__.partition(".")[0] not in ("trl", "liger_chunked"):
+                return name
+        return None
 
     @classmethod
     def _check_loss(cls, loss: Any) -> None:
@@ -634,6 +643,7 @@ class DistillationMixin(LossMixin):
 
     loss_kind = LigerFusedLinearDistillationBase
     replaced_fields: ClassVar = {"beta": "beta", "temperature": "options.temperature"}
+    replaced_methods = ("_compute_loss", "_get_last_hidden_state")
 
     @classmethod
     def _check_loss(cls, loss: Any) -> None:
@@ -647,6 +657,8 @@ class DistillationMixin(LossMixin):
         return_outputs: bool = False,
         num_items_in_batch: int | Tensor | None = None,
     ) -> Any:
+        if self.loss_override is None and self._overridden() is not None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         with self.heads_set():
             value, _ = self._compute_own_loss(model, inputs, num_items_in_batch)
         return (value, None) if return_outputs else value
@@ -660,7 +672,7 @@ class DistillationMixin(LossMixin):
             temperature=self.temperature,
             weight_hard_loss=0.0,
             weight_soft_loss=1.0,
-            logits_budget=self._heads.plain.logits_budget,
+            logits_budget=self._liger_heads.plain.logits_budget,
         )
         model_inputs, labels = rollout_inputs(inputs)
         arguments: Any = {"num_items": num_items, "logged": ("entropy",)}

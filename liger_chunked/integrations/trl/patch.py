@@ -20,7 +20,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel, TrainingArguments
 from trl.trainer.base_trainer import _BaseTrainer
 
@@ -28,7 +28,7 @@ from liger_chunked.deferred.projection import projections_in
 from liger_chunked.integrations.transformers.attach import check_head
 from liger_chunked.integrations.transformers.detect import inner_model
 from liger_chunked.integrations.trl.heads import HEAD_BUDGET, Heads, HeadSettings, language_models
-from liger_chunked.integrations.trl.stand_ins import divergence, logps_of, replaced, swapped
+from liger_chunked.integrations.trl.stand_ins import replaced, swapped, trainer_classes
 from liger_chunked.shared_prefix.served import ROUTER, why_not_shared
 from liger_chunked.types import budget_bytes, shown
 
@@ -65,21 +65,22 @@ def _with_heads_set(name: str, *, until_end: bool = False) -> Any:
 class ServedTrainer(_Trainer):
     """What a served trainer has in addition to TRL's: its heads, which are set while it works."""
 
-    _heads: Heads
-    _depth = 0
+    # Names that no trainer of a user has.
+    _liger_heads: Heads
+    _liger_depth = 0
 
     @contextmanager
     def heads_set(self, *, until_end: bool = False) -> Iterator[None]:
         """Set the heads; `until_end`: and take them off after the outermost call."""
-        self._heads.set(language_models(vars(self).values()))
-        self._depth += 1
+        self._liger_heads.set(language_models(vars(self).values()))
+        self._liger_depth += 1
         try:
             with swapped():
                 yield
         finally:
-            self._depth -= 1
-            if until_end and not self._depth:
-                self._heads.take_off()
+            self._liger_depth -= 1
+            if until_end and not self._liger_depth:
+                self._liger_heads.take_off()
 
     train = _with_heads_set("train", until_end=True)
     evaluate = _with_heads_set("evaluate", until_end=True)
@@ -90,66 +91,29 @@ class ServedTrainer(_Trainer):
     compute_loss = _with_heads_set("compute_loss")
     _prepare_inputs = _with_heads_set("_prepare_inputs")
 
-    def get_batch_logps(
-        self,
-        logits: Tensor,
-        labels: Tensor,
-        average_log_prob: bool = False,
-        label_pad_token_id: int = -100,
-        is_encoder_decoder: bool = False,
-    ) -> Any:
-        """Sum the log-probabilities of ORPO and CPO, a static method of theirs: of labelled tokens, others are 0."""
-        shift = not is_encoder_decoder
-        target = labels[:, 1:] if shift else labels
-        mask = target != label_pad_token_id
-        logps = logps_of(logits[:, :-1] if shift else logits, target.where(mask, 0), row_mask=mask)
-        if logps is NotImplemented:
-            stock: Any = super()
-            return stock.get_batch_logps(logits, labels, average_log_prob, label_pad_token_id, is_encoder_decoder)
-        return logps.sum(-1) / mask.sum(-1) if average_log_prob else logps.sum(-1)
 
-    def generalized_jsd_loss(
-        self,
-        student_logits: Tensor,
-        teacher_logits: Tensor,
-        labels: Tensor | None = None,
-        beta: float = 0.5,
-        temperature: float = 1.0,
-        reduction: str = "batchmean",
-        *,
-        num_items_in_batch: int | Tensor | None = None,
-        **others: Any,
-    ) -> Any:
-        """Compute the divergence of GKD, GOLD and IW-OPD, a static method of theirs, from two stand-ins."""
-        result = NotImplemented
-        if reduction == "batchmean" and not others.get("top_k") and not others.get("logits_are_probs"):
-            settings: Any = {"temperature": temperature, "labels": labels, "num_items": num_items_in_batch}
-            result = divergence(student_logits, teacher_logits, beta, **settings)
-        if result is NotImplemented:
-            stock: Any = super()
-            settings = {"labels": labels, "beta": beta, "temperature": temperature, "reduction": reduction, **others}
-            settings["num_items_in_batch"] = num_items_in_batch
-            result = stock.generalized_jsd_loss(student_logits, teacher_logits, **settings)
-        return result
-
-
-@functools.cache
 def served_class(cls: Any) -> Any:
     """Return the subclass of a trainer's class that `ServedTrainer` serves, with the same name."""
     if issubclass(cls, ServedTrainer):
         return cls
+    bases = _server_of(cls), cls
     namespace = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(cls.__name__, (_server_of(cls), cls), namespace)
+    # The class of an earlier trainer: Python knows the subclasses that are alive, and a cache would keep them so.
+    alike = (c for c in cls.__subclasses__() if c.__bases__ == bases and c.__qualname__ == cls.__qualname__)
+    return next(alike, None) or type(cls.__name__, bases, namespace)
 
 
 def _server_of(cls: Any) -> Any:
-    """Return the mixin for a trainer's class: that of `DistillationTrainer`, unless a subclass has its own loss."""
-    owners = [next((c for c in cls.__mro__ if name in vars(c)), None) for name in ("compute_loss", "_compute_loss")]
-    if not all(owner is not None and owner.__module__ == "trl.trainer.distillation_trainer" for owner in owners):
+    """Return the mixin for a trainer's class: that of `DistillationTrainer`, unless a subclass has one of its names."""
+    mro = cls.__mro__
+    stock = next((i for i, c in enumerate(mro) if c.__module__ == "trl.trainer.distillation_trainer"), None)
+    if stock is None:
         return ServedTrainer
-    from liger_chunked.integrations.trl.losses import DistillationMixin  # imports this module
+    from liger_chunked.integrations.trl.losses import DistillationMixin, LossMixin  # imports this module
 
-    return DistillationMixin
+    names = {name for name in vars(LossMixin) | vars(DistillationMixin) if not name.startswith("__")}
+    # The mixin comes before the user's class, and would hide its members.
+    return DistillationMixin if all(names.isdisjoint(vars(c)) for c in mro[:stock]) else ServedTrainer
 
 
 def config_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingArguments | None:
@@ -206,12 +170,13 @@ def constructing(
         heads.give(model, HeadSettings(*settings, **named))
         shares.append(model)
 
-    trainer._heads = heads
+    trainer._liger_heads = heads
     weakref.finalize(trainer, heads.take_off).atexit = False
     try:
         heads.set(language_models((*args, *kwargs.values())))  # before TRL prepares a reference or a teacher
         casts = getattr(config, "cast_lm_head_to_fp32", False)  # TRL does so itself, without an adapter
-        with _MAKING, replaced({"add_fused_lm_head": add_head}), nullcontext() if casts else _lora_heads(type(trainer)):
+        heads_are_ours = replaced({"add_fused_lm_head": add_head}, of_anyone=True)
+        with _MAKING, heads_are_ours, nullcontext() if casts else _lora_heads(type(trainer)):
             yield
         heads.set(language_models(vars(trainer).values()))
         if share_prefix is True:
@@ -273,7 +238,8 @@ class patch_trl:
         @patch_trl()
         def main(): ...
 
-    A trainer that was made under a patch is served for its whole life.
+    Blocks may be nested, also those of one patch. Decorating a function with a patch undoes it outside of the
+    function's calls, unless it is in a block. A trainer that was made under a patch is served for its whole life.
 
     Args:
         model: only serve trainers of this model (the argument `model` of the trainer, maybe wrapped by PEFT), with
@@ -288,7 +254,7 @@ class patch_trl:
         ValueError: an argument that cannot be served; the trainer's `__init__` raises it for a setting of its own.
     """
 
-    _active: list[patch_trl] = []  # noqa: RUF012 - of all instances
+    _active: list[patch_trl] = []  # noqa: RUF012 - of all instances, one entry for each `_apply`
     _wrapped: dict[type, Any] = {}  # noqa: RUF012
 
     def __init__(
@@ -305,6 +271,7 @@ class patch_trl:
             "logits_budget": budget_bytes(logits_budget),
             "share_prefix": checked_share_prefix(share_prefix),
         }
+        self._n_blocks = 0  # `with` blocks of this patch that are open
         self._apply()
 
     def _apply(self) -> None:
@@ -313,24 +280,34 @@ class patch_trl:
                 _wrap_trainers()
             patch_trl._active.append(self)
 
-    def undo(self) -> None:
-        """Leave TRL as it was. Trainers that were made before stay served."""
+    def _leave(self) -> None:
+        """Undo the newest `_apply` of this patch, if there is one."""
         with _MAKING:
             if self in patch_trl._active:
-                patch_trl._active.remove(self)
+                newest = max(i for i, patch in enumerate(patch_trl._active) if patch is self)
+                del patch_trl._active[newest]
                 if not patch_trl._active:
                     _unwrap_trainers()
 
+    def undo(self) -> None:
+        """Leave TRL as it was. Trainers that were made before stay served."""
+        while self in patch_trl._active:
+            self._leave()
+
     def __enter__(self) -> patch_trl:
-        if self not in patch_trl._active:
+        # The outermost block takes over what the constructor has applied.
+        if self._n_blocks or self not in patch_trl._active:
             self._apply()
+        self._n_blocks += 1
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self.undo()
+        self._n_blocks -= 1
+        self._leave()
 
     def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
-        self.undo()
+        if not self._n_blocks:
+            self.undo()
 
         @functools.wraps(function)
         def patched(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -354,10 +331,7 @@ def checked_share_prefix(share_prefix: bool | str) -> bool | str:
 
 def _wrap_trainers() -> None:
     """Wrap the `__init__` of TRL's trainers, and of those that are imported later."""
-    left = [_BaseTrainer]
-    while left:
-        cls = left.pop()
-        left += cls.__subclasses__()
+    for cls in trainer_classes():
         _wrap(cls)
 
     def __init_subclass__(cls: Any, /, **kwargs: Any) -> None:
@@ -369,7 +343,7 @@ def _wrap_trainers() -> None:
 
 def _wrap(cls: type) -> None:
     stock = vars(cls).get("__init__")
-    if stock is None or cls is _BaseTrainer or cls.__module__.partition(".")[0] != "trl":
+    if stock is None or cls.__module__.partition(".")[0] != "trl":
         return
 
     @functools.wraps(stock)

@@ -164,7 +164,7 @@ class RolloutsMixin(LossMixin):
         """Return what gives sequences of zero advantage a gradient; None: nothing does."""
         if not hasattr(super(), "_get_per_token_logps_and_entropies"):
             return "this TRL has no method that could run a part of a batch"
-        if self._computes_own_loss() and self.skip_zero_advantage is not True:
+        if self._overridden() is not None and self.skip_zero_advantage is not True:
             return "a _compute_loss of your own may have a gradient there"
         if self.aux_loss_enabled:
             return "the router loss has a gradient in every sequence"
@@ -183,12 +183,6 @@ class RolloutsMixin(LossMixin):
         if columns is None or not {"image", "images"}.isdisjoint(columns):
             return True
         return any(getattr(self, name, None) for name in ("tools", "rollout_func", "environment_factories"))
-
-    def _computes_own_loss(self) -> bool:
-        """Whether a subclass or the instance overrides `_compute_loss` of TRL and of this package."""
-        owner = next(kind for kind in type(self).__mro__ if "_compute_loss" in vars(kind))
-        packages = "trl", "liger_chunked"
-        return "_compute_loss" in vars(self) or owner.__module__.partition(".")[0] not in packages
 
     def _live(self, inputs: dict[str, Any]) -> Batch | None:
         """Return the batch with what has a gradient; None: all of it may. Waits for the device."""

@@ -2,6 +2,9 @@
 
 Their own code would be fused as well where it is PyTorch. On a GPU they run kernels of TRL's, which need real logits,
 and a mixture of two distributions needs them anywhere. Arguments other than stand-ins go to TRL's functions.
+
+While a served trainer works, ours are where TRL's are: in modules, and on TRL's classes of trainers as static methods.
+An override in a user's subclass comes before them, and its `super()` calls them.
 """
 
 from __future__ import annotations
@@ -12,11 +15,11 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+from trl.trainer.base_trainer import _BaseTrainer
 
 from liger_chunked.deferred import DeferredLogits
 from liger_chunked.engine import linear_token_stats
@@ -54,7 +57,7 @@ def _statistics(z: Any, index: Tensor, row_mask: Tensor | None, *outputs: str) -
     return stats
 
 
-def logps_of(logits: Any, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None) -> Any:
+def _logps(logits: Any, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None) -> Any:
     """Return log-probabilities (...) of stand-ins (..., V) at ids `index` (...); NotImplemented for other tensors.
 
     Rows where `row_mask` is zero are not computed, and have 0.
@@ -132,20 +135,56 @@ def _self_distillation(student_logits: Any, teacher_logits: Any, *, distillation
     return divergence(student_logits, teacher_logits, distillation_alpha, reduction="none")
 
 
+def _batch_logps(logits: Any, labels: Tensor, average_log_prob: bool = False, is_encoder_decoder: bool = False) -> Any:
+    """Sum the log-probabilities (B,) of ORPO and CPO. Tokens without a label, such as prompts, are not computed."""
+    shift = not is_encoder_decoder
+    target = labels[:, 1:] if shift else labels
+    mask = target != -100
+    logps = _logps(logits[:, :-1] if shift else logits, target.where(mask, 0), row_mask=mask)
+    if logps is NotImplemented:
+        return logps
+    return logps.sum(-1) / mask.sum(-1) if average_log_prob else logps.sum(-1)
+
+
+def _generalized_jsd_loss(
+    student_logits: Any,
+    teacher_logits: Any,
+    labels: Tensor | None = None,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    reduction: str = "batchmean",
+    *others: Any,
+    num_items_in_batch: int | Tensor | None = None,
+    **named: Any,
+) -> Any:
+    """Compute the divergence of GKD, GOLD and IW-OPD, which differ in their last arguments."""
+    if reduction != "batchmean" or others or named.get("top_k") or named.get("logits_are_probs"):
+        return NotImplemented
+    if labels is None and num_items_in_batch is None:
+        num_items_in_batch = max(len(student_logits), 1)  # sequences, and not tokens
+    settings: Any = {"temperature": temperature, "labels": labels, "num_items": num_items_in_batch}
+    return divergence(student_logits, teacher_logits, beta, **settings)
+
+
 _OURS: dict[str, Callable[..., Any]] = {
-    "selective_log_softmax": logps_of,
+    "selective_log_softmax": _logps,
     "selective_log_softmax_and_entropy": _logps_and_entropy,
     "compute_full_logit_self_distillation_loss": _self_distillation,
+    "get_batch_logps": _batch_logps,
+    "generalized_jsd_loss": _generalized_jsd_loss,
 }
 
 
 @contextmanager
-def replaced(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Replace functions of TRL's in every module that has them, because its trainers import them by name.
+def replaced(functions: Mapping[str, Callable[..., Any]], *, of_anyone: bool = False) -> Iterator[None]:
+    """Replace functions of TRL's wherever they are, because its trainers import them by name.
 
     A replacement that returns `NotImplemented` leaves the call to TRL's function.
+
+    Args:
+        of_anyone: also replace what somebody else has put into TRL's modules under these names. False: it stays.
     """
-    made: dict[Any, Any] = {}  # from a replacement to TRL's function
+    made: dict[Any, Any] = {}  # from a replacement to what it took the place of
 
     def replacement(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(theirs)
@@ -153,26 +192,50 @@ def replaced(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
             result = ours(*args, **kwargs)
             return theirs(*args, **kwargs) if result is NotImplemented else result
 
-        made[function] = theirs
         return function
 
     try:
-        for module, name, theirs in _holders(functions):
-            if "trl" in {of.partition(".")[0] for of in (module.__name__, theirs.__module__)}:
-                setattr(module, name, replacement(functions[name], theirs))
+        for owner, name, function in _holders(functions):
+            if _is_trls(function) or (of_anyone and owner.__name__.partition(".")[0] == "trl"):
+                new, before = replacement(functions[name], function), vars(owner)[name]
+                made[new] = before
+                setattr(owner, name, staticmethod(new) if isinstance(before, staticmethod) else new)
         yield
     finally:
-        for module, name, function in _holders(functions):  # also in modules that were imported meanwhile
+        for owner, name, function in _holders(functions):  # also in modules that were imported meanwhile
             if function in made:
-                setattr(module, name, made[function])
+                setattr(owner, name, made[function])
 
 
-def _holders(names: Iterable[str]) -> Iterator[tuple[ModuleType, str, Any]]:
-    """Yield the modules that have functions of these names, and the functions."""
-    for module in [*sys.modules.values()]:
+def _is_trls(function: Any) -> bool:
+    """Whether a function is TRL's, or ours in its place, and so are those of `_OURS` that it calls.
+
+    Its globals say so: `functools.wraps` gives a user's function the names of TRL's.
+    """
+    names = function.__globals__
+    called = [names[name] for name in function.__code__.co_names if name in _OURS and name in names]
+    package = names.get("__name__", "").partition(".")[0]
+    return package in ("trl", "liger_chunked") and all(inspect.isfunction(x) and _is_trls(x) for x in called)
+
+
+def _holders(names: Iterable[str]) -> Iterator[tuple[Any, str, Any]]:
+    """Yield modules and classes of trainers, names of their functions or static methods, and these functions."""
+    for owner in [*sys.modules.values(), *trainer_classes()]:
         for name in names:
-            if inspect.isfunction(function := getattr(module, "__dict__", {}).get(name)):
-                yield module, name, function
+            x = getattr(owner, "__dict__", {}).get(name)
+            if isinstance(owner, type):
+                x = x.__func__ if isinstance(x, staticmethod) else None
+            if inspect.isfunction(x):
+                yield owner, name, x
+
+
+def trainer_classes() -> list[type]:
+    """Return the imported trainers of TRL's, and subclasses of them."""
+    found: list[type] = [_BaseTrainer]
+    for cls in found:  # which grows
+        subclasses: list[type] = cls.__subclasses__()
+        found += [subclass for subclass in subclasses if subclass not in found]
+    return found[1:]
 
 
 # The functions are swapped while a served trainer works.
