@@ -43,6 +43,7 @@ from liger_chunked.types import (
     TokenStats,
     UnpairedPreferenceMetrics,
 )
+from liger_chunked.what_ran import RECORD
 
 _METRICS = (
     CrossEntropyMetrics, DistillationMetrics, DraftMetrics, PolicyMetrics, PreferenceMetrics, TokenStats,
@@ -184,7 +185,8 @@ vars(number)["_torchdynamo_disable_msg"] = "build a loss once, before compiled c
 
 
 _PROCESS = uuid.uuid4().hex
-_OF_NN_MODULE = frozenset(vars(nn.Module())) - {"training"}
+# What is no setting: the number is in the name, and a record says what ran.
+_NO_SETTINGS = frozenset(vars(nn.Module())) - {"training"} | {"_fixed", "_number", RECORD}
 
 
 def _settings_of(module: nn.Module) -> str:
@@ -196,8 +198,9 @@ def _settings_of(module: nn.Module) -> str:
     cls = type(module)
     if not cls.__module__.startswith("liger_chunked."):
         return _PROCESS
-    settings = {name: x for name, x in vars(module).items() if name not in _OF_NN_MODULE | {"_fixed", "_number"}}
-    return f"{cls.__module__}.{cls.__qualname__} {settings}"
+    settings = {name: x for name, x in vars(module).items() if name not in _NO_SETTINGS}
+    parts = {name: _settings_of(part) for name, part in module.named_children()}
+    return f"{cls.__module__}.{cls.__qualname__} {settings} {parts}"
 
 
 @functools.cache
