@@ -16,7 +16,6 @@ code for it.
 from __future__ import annotations
 
 import copy
-import functools
 import hashlib
 import itertools
 import uuid
@@ -96,7 +95,7 @@ class Call:
         """Return the module, or for shapes alone a copy whose tensors have no values, as the arguments have none."""
         module = None if self.module is None else self.module()
         if module is None:
-            raise RuntimeError("the loss of this compiled graph no longer exists: keep it until the backward has run")
+            raise RuntimeError(_GONE)
         return _without_values(module) if shapes_only() else module
 
     def check_gradients(self, values: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
@@ -166,7 +165,9 @@ def formed(results: Sequence[Tensor], name: str) -> Any:
 
 
 _CONSTANT_STATISTICS = frozenset(OUTPUTS).difference(DIFFERENTIABLE)
+# By name. A call of a loss goes when the loss does.
 _calls: dict[str, Call] = {}
+_GONE = "the loss of this compiled graph no longer exists: keep it until the backward has run"
 # Entry points without what concerns compilers, by name, and modules by number.
 FUNCTIONS: dict[str, Callable[..., Any]] = {}
 MODULES: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
@@ -203,29 +204,34 @@ def _settings_of(module: nn.Module) -> str:
     return f"{cls.__module__}.{cls.__qualname__} {settings} {parts}"
 
 
-@functools.cache
-def _call_name(function: str, module: int | None, *key: Any) -> str:
-    from liger_chunked import __version__  # which the package sets after its imports
-
-    own = None if module is None else MODULES[module]
-    described = f"{__version__} {function} {key} {'' if own is None else _settings_of(own)}"
-    name = f"{function}-{module}-{hashlib.sha256(described.encode()).hexdigest()[:16]}"
-    _calls[name] = Call(FUNCTIONS[function], own, *key)
-    return name
-
-
-def name_of_call(*key: Any) -> str:
+def name_of_call(function: str, module: int | None, *key: Any) -> str:
     """Return the name of a call. Dynamo runs this while it traces, and puts the name into the graph.
 
     Compiled graphs are cached on disk by their code, and another process may have other calls. So calls of one name
     have results of the same number and shapes.
     """
-    return _call_name(*key)
+    from liger_chunked import __version__  # which the package sets after its imports
+
+    own = None if module is None else MODULES[module]
+    described = f"{__version__} {function} {key} {'' if own is None else _settings_of(own)}"
+    name = f"{function}-{module}-{hashlib.sha256(described.encode()).hexdigest()[:16]}"
+    if name not in _calls:
+        _calls[name] = Call(FUNCTIONS[function], own, *key)
+        if own is not None:
+            weakref.finalize(own, _calls.pop, name, None).atexit = False
+    return name
+
+
+def _call_named(name: str) -> Call:
+    """Return a call; RuntimeError if its loss no longer exists, because a graph does not keep it alive."""
+    if (call := _calls.get(name)) is None:
+        raise RuntimeError(_GONE)
+    return call
 
 
 def form_of_call(name: str) -> tuple[Any, ...]:
     """Return the form of a call's results, which tracing the operator found."""
-    return _calls[name].form
+    return _call_named(name).form
 
 
 # torch.compiler.assume_constant_result says so, but imports the compiler.
@@ -302,7 +308,7 @@ def _is_reduced(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
 
 @torch.library.custom_op("liger_chunked::fused", mutates_args=())
 def fused(name: str, tensors: Sequence[Tensor], needs: Sequence[bool], sizes: Sequence[int]) -> list[Tensor]:
-    call, (own, leaves) = _calls[name], _leaves(tensors, needs)
+    call, (own, leaves) = _call_named(name), _leaves(tensors, needs)
 
     def run() -> tuple[list[Tensor], Sequence[Tensor]]:
         with torch.set_grad_enabled(call.trains), call.surroundings(tensors[0].device):
@@ -317,7 +323,7 @@ def fused(name: str, tensors: Sequence[Tensor], needs: Sequence[bool], sizes: Se
 
 @fused.register_fake
 def _(name: str, tensors: Sequence[Tensor], needs: Sequence[bool], sizes: Sequence[int]) -> list[Tensor]:
-    call, (own, _) = _calls[name], _leaves(tensors, needs)
+    call, (own, _) = _call_named(name), _leaves(tensors, needs)
     with torch.set_grad_enabled(call.trains), computing_shapes(), call.surroundings(tensors[0].device):
         values = call(own, sizes)
     values = [x.new_empty(x.shape) for x in values]
@@ -330,7 +336,7 @@ def _(name: str, tensors: Sequence[Tensor], needs: Sequence[bool], sizes: Sequen
 def fused_backward(
     name: str, tensors: Sequence[Tensor], needs: Sequence[bool], sizes: Sequence[int], upstream: Sequence[Tensor]
 ) -> list[Tensor]:
-    call, (own, leaves) = _calls[name], _leaves(tensors, needs)
+    call, (own, leaves) = _call_named(name), _leaves(tensors, needs)
 
     def run() -> list[Tensor]:
         with call.surroundings(tensors[0].device):

@@ -393,7 +393,10 @@ on_policy, _ = loss(lc.LigerFusedLinearOnPolicyDistillationLoss, epsilon_low=0.2
 weight, input, target = data
 teacher = {"teacher_logps": torch.zeros(2, 3), "target": target}
 for call in (
-    lambda: ce(*data), lambda: dpo(*data), lambda: grpo(*data, torch.ones(2)), lambda: on_policy(weight, input, **teacher)
+    lambda: ce(*data),
+    lambda: dpo(*data),
+    lambda: grpo(*data, torch.ones(2)),
+    lambda: on_policy(weight, input, **teacher),
 ):
     torch.compile(call, backend="eager", fullgraph=True)()
 print(*whole_graph._calls, sep="\\n")
@@ -416,3 +419,12 @@ def test_names_of_calls_tell_settings_apart(settings):
     losses = [LigerFusedLinearOnPolicyDistillationLoss(**x) for x in ({}, {}, settings)]
     described = [whole_graph._settings_of(loss) for loss in losses]
     assert described[0] == described[1] != described[2]
+
+
+def test_calls_go_with_their_loss():
+    before, batch = set(whole_graph._calls), tokens(SMALL, seed=0)
+    for i in range(5):
+        whole(LigerFusedLinearCrossEntropyLoss(label_smoothing=i / 10))(**batch)
+    torch.compiler.reset()
+    gc.collect()
+    assert set(whole_graph._calls) == before
