@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from liger_chunked import arguments, whole_graph
 from liger_chunked.dtensor import any_dtensor, localized
 from liger_chunked.kernels.operands import all_plain, plain
-from liger_chunked.private import skip_frame, tracing_callback
+from liger_chunked.private import runs_while_tracing, skip_frame, tracing_callback
 from liger_chunked.shapes import shapes_only
 from liger_chunked.types import AdaptedWeight, Weight
 from liger_chunked.what_ran import RECORD, asked_by
@@ -163,6 +163,7 @@ _REASON = (
 _ENTRY_POINTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
 
+@runs_while_tracing
 def _kept_out_of_graphs(name: str) -> str:
     """Put a disabled entry point on `_EAGER`, and return its name."""
     if not hasattr(_EAGER, name):
@@ -173,14 +174,10 @@ def _kept_out_of_graphs(name: str) -> str:
     return name
 
 
+@runs_while_tracing
 def _is_exporting() -> bool:
     """Return `torch.compiler.is_exporting()`, which is True in every graph that Dynamo of torch < 2.13 traces."""
     return torch.compiler.is_exporting()
-
-
-# Dynamo runs these while it traces `call`. torch.compiler.assume_constant_result says so, but imports the compiler.
-_kept_out_of_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def entry_point(function: Function) -> Function:

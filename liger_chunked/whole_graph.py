@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from liger_chunked.kernels.backend import refuse_second_derivative
 from liger_chunked.kernels.operands import named, other_leaves
-from liger_chunked.private import python_number, with_autograd
+from liger_chunked.private import breaks_graph, python_number, runs_while_tracing, with_autograd
 from liger_chunked.shapes import computing_shapes, shapes_only
 from liger_chunked.types import (
     DIFFERENTIABLE,
@@ -181,8 +181,7 @@ def number(module: nn.Module) -> None:
 
 
 # A graph names a loss by its number, which one that the graph builds cannot have.
-vars(number)["_torchdynamo_disable"] = True
-vars(number)["_torchdynamo_disable_msg"] = "build a loss once, before compiled code calls it"
+breaks_graph(number, "build a loss once, before compiled code calls it")
 
 
 _PROCESS = uuid.uuid4().hex
@@ -204,6 +203,7 @@ def _settings_of(module: nn.Module) -> str:
     return f"{cls.__module__}.{cls.__qualname__} {settings} {parts}"
 
 
+@runs_while_tracing
 def name_of_call(function: str, module: int | None, *key: Any) -> str:
     """Return the name of a call. Dynamo runs this while it traces, and puts the name into the graph.
 
@@ -229,13 +229,10 @@ def _call_named(name: str) -> Call:
     return call
 
 
+@runs_while_tracing
 def form_of_call(name: str) -> tuple[Any, ...]:
     """Return the form of a call's results, which tracing the operator found."""
     return _call_named(name).form
-
-
-# torch.compiler.assume_constant_result says so, but imports the compiler.
-name_of_call._dynamo_marked_constant = form_of_call._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def in_graph(function: str, positional: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
