@@ -18,8 +18,8 @@ from liger_chunked.deferred.head import OWNER, product
 from liger_chunked.deferred.lazy import PLAIN, outside_graphs
 from liger_chunked.deferred.projection import projections_in
 from liger_chunked.deferred.swap import STOCK, Patch, patch_of, set_patch
-from liger_chunked.kernels.operands import all_plain
-from liger_chunked.private import HAS_STAND_INS, has_children, transforms_are_active
+from liger_chunked.kernels.operands import all_plain, outside_transforms
+from liger_chunked.private import HAS_STAND_INS, has_children
 from liger_chunked.types import budget_bytes
 from liger_chunked.what_ran import RECORD, record_of
 
@@ -195,10 +195,9 @@ def _takes(hidden: Any) -> bool:
     """Whether a fused loss could take these hidden states, outside of transforms and traces."""
     if not isinstance(hidden, Tensor) or hidden.is_meta or hidden.ndim < 2 or not hidden.is_floating_point():
         return False
-    if torch.jit.is_tracing() or torch.compiler.is_exporting() or transforms_are_active():  # type: ignore[attr-defined]
+    if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined]
         return False
-    known = all_plain([hidden]) or sharded.is_distributed(hidden)
-    return known and torch.autograd.forward_ad._current_level < 0
+    return all_plain([hidden]) or (sharded.is_distributed(hidden) and outside_transforms())
 
 
 def _layers(head: nn.Module) -> list[nn.Module]:
