@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from spies import Memory
+from spies import Flops, Memory
 from table import relative_error
 from torch import Tensor, nn
 from torch.nn.utils import prune
@@ -527,6 +527,43 @@ def test_statistics_are_computed_once() -> None:
     torch.testing.assert_close(log_probs, real.log_softmax(-1).gather(-1, IDS[..., None]))
     z.mean(-1).sum().backward()
     torch.testing.assert_close(case.head.weight.grad, case.x.detach().sum((0, 1)).expand(V, H) / V)
+
+
+def test_a_second_gather_by_an_index_takes_no_product() -> None:
+    def use(z: Any) -> Tensor:
+        return z.log_softmax(-1).gather(-1, index) + 2 * z.gather(-1, index) + z.softmax(-1).gather(-1, index).sin()
+
+    case, index = Case(), IDS[..., None]
+    exact, _ = case.step(use)
+    defer_logits(case.head)
+    with Flops() as counter:
+        case.step(lambda z: z.gather(-1, index))
+        once = counter.total
+        found, z = case.step(use)
+    assert counter.total == 2 * once > 0 and not z.is_computed
+    for ours, theirs in zip(found, exact, strict=True):
+        assert relative_error(ours, theirs) < BOUND
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_gather_of_something_else_is_computed(grad: bool) -> None:
+    """The index was changed in place, also where tensors count no changes, or the rows have another order."""
+    case, alive = Case(), []
+    real = case.head(case.x).detach()
+    defer_logits(case.head)
+    with torch.set_grad_enabled(grad):
+        z = case.head(case.x)
+        with torch.inference_mode():
+            uncounted = IDS[..., None].clone()
+        for index in (IDS[..., None].clone(), uncounted):
+            for _ in range(2):
+                turned = torch.tensor([1, 2, 0])
+                alive += [z.gather(-1, index), z[turned].gather(-1, index)]
+                torch.testing.assert_close(alive[-2].detach(), real.gather(-1, index))
+                torch.testing.assert_close(alive[-1].detach(), real[turned].gather(-1, index))
+                with torch.inference_mode():
+                    index.copy_((index + 1) % V)
+        assert not z.is_computed
 
 
 @pytest.mark.few(1)
