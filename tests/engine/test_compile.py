@@ -28,6 +28,7 @@ from liger_chunked import (
     linear_token_stats,
     whole_graph,
 )
+from liger_chunked.calls import entry_point
 from liger_chunked.losses.base import FusedLoss, SequenceLoss, StatsLoss
 
 pytestmark = [
@@ -428,3 +429,30 @@ def test_calls_go_with_their_loss():
     torch.compiler.reset()
     gc.collect()
     assert set(whole_graph._calls) == before
+
+
+def made_by_a_factory(factor: float) -> type:
+    """Return a class of the same name for each call."""
+
+    class Scaled(nn.Module):
+        @entry_point
+        def forward(self, weight: Tensor, input: Tensor) -> Tensor:
+            return factor * (input @ weight.mT).sum()
+
+    return Scaled
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_classes_of_one_name_are_told_apart(fullgraph):
+    batch = tokens(SMALL, seed=0)
+    given = batch["weight"], batch["input"]
+    # A parameter that a module may train breaks the graph.
+    losses = [made_by_a_factory(factor)() for factor in (1.0, -3.0)]
+    for loss in losses:
+        whole_graph.number(loss)
+        if not fullgraph:
+            loss.parameter = nn.Parameter(torch.zeros(()))
+    for loss in losses:
+        compiled = torch.compile(lambda *x, loss=loss: loss(*x), backend="aot_eager", fullgraph=fullgraph)
+        torch.testing.assert_close(compiled(*given), loss(*given))
+    assert torch.equal(losses[1](*given), -3 * losses[0](*given))
