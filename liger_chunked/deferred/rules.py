@@ -131,14 +131,14 @@ class _Known(NamedTuple):
     """Statistics of rows that a pass computed, for later readers of these rows or of a selection of them.
 
     - `rows`: of the pass's plan
-    - `index`: by which the caller gathered; `index_version`: its version counter, None if it counts no changes. With
-      no index, only statistics that need none are known
+    - `gathered_by`: the index of the caller's `gather`, or None; `index_version`: its version counter, None if it
+      counts no changes
     - `values`: the statistics, by name, detached; `versions`: their version counters, which show in-place changes
     - `run`: a weak reference to the pass; None if it has no gradient
     """
 
     rows: tuple[Any, ...]
-    index: Tensor | None
+    gathered_by: Tensor | None
     index_version: int | None
     values: dict[str, Tensor]
     versions: dict[str, int]
@@ -147,13 +147,13 @@ class _Known(NamedTuple):
     def serves(self, plan: Plan, index: Tensor | None, names: tuple[str, ...]) -> bool:
         if plan.rows[: len(self.rows)] != self.rows:
             return False
-        if index is not None and not self._gathered_by(index, plan):
+        if index is not None and not self._has_gathered_by(index, plan):
             return False
         return all(name in self.values and version_of(self.values[name]) == self.versions[name] for name in names)
 
-    def _gathered_by(self, index: Tensor, plan: Plan) -> bool:
+    def _has_gathered_by(self, index: Tensor, plan: Plan) -> bool:
         # An index belongs to all rows in their order, not to a selection of them.
-        known = index is self.index and self.index_version is not None and plan.rows == self.rows
+        known = index is self.gathered_by and self.index_version is not None and plan.rows == self.rows
         return known and version_of(index) == self.index_version
 
 
