@@ -285,8 +285,8 @@ class DeferHandle:
     Without any, it is an ordinary layer again.
     """
 
-    def __init__(self, linear: nn.Module, deferral: Deferral) -> None:
-        self._linear, self._deferral = linear, deferral
+    def __init__(self, linear: nn.Module) -> None:
+        self._linear, self._deferral = linear, vars(linear).get(SETTINGS)
 
     def remove(self) -> None:
         linear = self._linear
@@ -355,10 +355,9 @@ def defer_logits(
         ) from None
     if not isinstance(defer_in_evaluation, bool):
         raise TypeError(f"defer_in_evaluation must be True or False, got {defer_in_evaluation!r}")
-    deferral = Deferral(budget_bytes(logits_budget), in_evaluation=defer_in_evaluation)
     replaced = _REPLACED.get(linear, [])
     if is_deferring(linear):
         replaced = [*replaced, _Replaced(vars(linear)[SETTINGS], vars(linear)[RECORD].owner)]
-    set_deferral(linear, deferral)
+    set_deferral(linear, Deferral(budget_bytes(logits_budget), in_evaluation=defer_in_evaluation))
     _REPLACED[linear] = replaced
-    return DeferHandle(linear, deferral)
+    return DeferHandle(linear)
