@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from liger_chunked import arguments, whole_graph
 from liger_chunked.dtensor import any_dtensor, localized
 from liger_chunked.kernels.operands import all_plain, plain
-from liger_chunked.private import skip_frame, tracing_callback
+from liger_chunked.private import runs_while_tracing, skip_frame, tracing_callback
 from liger_chunked.shapes import shapes_only
 from liger_chunked.types import AdaptedWeight, Weight
 from liger_chunked.what_ran import RECORD, asked_by
@@ -163,24 +163,20 @@ _REASON = (
 _ENTRY_POINTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
 
-def _kept_out_of_graphs(name: str) -> str:
-    """Put a disabled entry point on `_EAGER`, and return its name."""
+@runs_while_tracing
+def _keep_out_of_graphs(name: str) -> None:
+    """Put a disabled entry point on `_EAGER`."""
     if not hasattr(_EAGER, name):
         call, checked = _ENTRY_POINTS[name]
         setattr(_EAGER, name, torch.compiler.disable(checked, reason=_REASON))
         skip_frame(call)  # and with it all entry points, because they share its code
-        skip_frame(_kept_out_of_graphs)  # which a skipped `call` runs
-    return name
+        skip_frame(_keep_out_of_graphs)  # which a skipped `call` runs
 
 
+@runs_while_tracing
 def _is_exporting() -> bool:
     """Return `torch.compiler.is_exporting()`, which is True in every graph that Dynamo of torch < 2.13 traces."""
     return torch.compiler.is_exporting()
-
-
-# Dynamo runs these while it traces `call`. torch.compiler.assume_constant_result says so, but imports the compiler.
-_kept_out_of_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def entry_point(function: Function) -> Function:
@@ -190,6 +186,8 @@ def entry_point(function: Function) -> Function:
     torch.compile's graph.
     """
     name = f"{function.__module__}.{function.__qualname__}".replace(".", "_")
+    while name in _ENTRY_POINTS:  # as the method of another class that the same factory made
+        name += "_"
     parameters = inspect.signature(function).parameters.values()
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     is_method = positional[0] == "self"
@@ -246,10 +244,11 @@ def entry_point(function: Function) -> Function:
             check_constants(owner_of(args), [(k, x) for k, x in named if isinstance(x, (Tensor, AdaptedWeight))])
             results = whole_graph.in_graph(name, positional, args, kwargs)
             if results is NotImplemented:
-                return getattr(_EAGER, _kept_out_of_graphs(name))(*args, **kwargs)
+                _keep_out_of_graphs(name)
+                return getattr(_EAGER, name)(*args, **kwargs)
             return results
         if tracing_callback() is not None:
-            _kept_out_of_graphs(name)
+            _keep_out_of_graphs(name)
         return getattr(_EAGER, name, checked)(*args, **kwargs)
 
     functools.update_wrapper(call, function)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,8 @@ try:
     _triton_driver: Any = triton.runtime.driver
 except Exception:
     _triton = _triton_settings = _triton_driver = None
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def find(path: str) -> Any:
@@ -260,6 +262,27 @@ def skip_frame(function: Callable[..., Any]) -> None:
     skip_code = find("torch._dynamo.decorators.skip_code")
     if skip_code is not None:
         skip_code(function.__code__)
+
+
+def runs_while_tracing(function: Function) -> Function:
+    """Let Dynamo call a function while it traces, and take the result for a constant of the graph.
+
+    As `torch.compiler.assume_constant_result`, which imports the compiler. Without the attribute, Dynamo traces into
+    the function, and breaks the graph inside.
+    """
+    vars(function)["_dynamo_marked_constant"] = True
+    return function
+
+
+def breaks_graph(function: Function, reason: str) -> Function:
+    """Make Dynamo break its graph at a function, and give `reason` for it.
+
+    As `torch.compiler.disable`, which imports the compiler. Without the attributes, the graph breaks inside of the
+    function, with a reason of torch's.
+    """
+    vars(function)["_torchdynamo_disable"] = True
+    vars(function)["_torchdynamo_disable_msg"] = reason
+    return function
 
 
 def at_end_of_trace(function: Callable[[torch.fx.GraphModule], None]) -> bool:

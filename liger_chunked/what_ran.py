@@ -109,19 +109,21 @@ class Record:
 
     - `trained`: the last step with gradients; `untrained`: the last one without, such as an evaluation or a reference
     - `owner`: a weak reference to the loss, or to the model around the head, for the line in the log
-    - `apart`: why the last batch's prompts were computed once for each sequence
+    - `why_not_shared`: why the last batch's prompts were computed once for each sequence
     - `real_logits`: what made the last call of the head compute its logits, and where
     - `said`: whether the line is in the log
     - `number`: its key in `RECORDS`; `place`: the same in a tensor, which a compiled graph takes as an input
     """
 
-    __slots__ = ("__weakref__", "apart", "number", "owner", "place", "real_logits", "said", "trained", "untrained")
+    __slots__ = (
+        "__weakref__", "number", "owner", "place", "real_logits", "said", "trained", "untrained", "why_not_shared",
+    )  # fmt: skip
 
     def __init__(self, owner: nn.Module | None = None) -> None:
         self.trained: Ran | None = None
         self.untrained: Ran | None = None
         self.owner = None if owner is None else weakref.ref(owner)
-        self.apart: str | None = None
+        self.why_not_shared: str | None = None
         self.real_logits: str | None = None
         self.said = False
         self.number = next(_numbers)
@@ -136,7 +138,7 @@ class Record:
         self.said = True
         owner = None if self.owner is None else self.owner()
         if owner is not None and _LOGGER.isEnabledFor(logging.INFO):
-            _LOGGER.info("%s", "; ".join(line.strip() for line in str(explain(owner)).splitlines()).replace(":;", ":"))
+            _LOGGER.info("%s", explain(owner)._in_one_line())
 
 
 RECORDS: weakref.WeakValueDictionary[int, Record] = weakref.WeakValueDictionary()
@@ -147,7 +149,11 @@ _TILED: weakref.WeakKeyDictionary[nn.Module, tuple[int, int]] = weakref.WeakKeyD
 
 
 def record_of(head: nn.Module) -> Record:
-    return _RECORDS.setdefault(head, Record())
+    """Return the record of a head, and make it in the first call."""
+    record = _RECORDS.get(head)
+    if record is None:  # not setdefault: it would number a record for each call
+        record = _RECORDS[head] = Record()
+    return record
 
 
 class _Asking(NamedTuple):
@@ -270,6 +276,11 @@ class Explanation:
             lines.append(str(self.layers))
         return "\n".join([f"What ran in {self.name}:", *lines])
 
+    def _in_one_line(self) -> str:
+        """Return the same for the log: a semicolon follows each line but a heading, which has its colon."""
+        *lines, last = (line.strip() for line in str(self).splitlines())
+        return "".join(f"{line} " if line.endswith(":") else f"{line}; " for line in lines) + last
+
 
 def _of(name: str) -> str:
     return f"{name!r}, " if name else ""
@@ -320,6 +331,6 @@ def explain(model: nn.Module) -> Explanation:
             untrained[name] = record.untrained
         if record.real_logits is not None:
             notes.append(f"{_of(name)}logits were computed for {record.real_logits}")
-        if record.apart is not None:
-            notes.append(f"prompts were computed once for each sequence: {record.apart}")
+        if record.why_not_shared is not None:
+            notes.append(f"prompts were computed once for each sequence: {record.why_not_shared}")
     return Explanation(type(model).__name__, trained, untrained, tiled, layers, tuple(notes))

@@ -16,7 +16,6 @@ code for it.
 from __future__ import annotations
 
 import copy
-import functools
 import hashlib
 import itertools
 import uuid
@@ -30,7 +29,7 @@ from torch import Tensor, nn
 
 from liger_chunked.kernels.backend import refuse_second_derivative
 from liger_chunked.kernels.operands import named, other_leaves
-from liger_chunked.private import aten, python_number, with_autograd
+from liger_chunked.private import aten, breaks_graph, python_number, runs_while_tracing, with_autograd
 from liger_chunked.shapes import computing_shapes, shapes_only
 from liger_chunked.types import (
     DIFFERENTIABLE,
@@ -43,6 +42,7 @@ from liger_chunked.types import (
     TokenStats,
     UnpairedPreferenceMetrics,
 )
+from liger_chunked.what_ran import RECORD
 
 _METRICS = (
     CrossEntropyMetrics, DistillationMetrics, DraftMetrics, PolicyMetrics, PreferenceMetrics, TokenStats,
@@ -95,7 +95,7 @@ class Call:
         """Return the module, or for shapes alone a copy whose tensors have no values, as the arguments have none."""
         module = None if self.module is None else self.module()
         if module is None:
-            raise RuntimeError("the loss of this compiled graph no longer exists: keep it until the backward has run")
+            raise RuntimeError(_GONE)
         return _without_values(module) if shapes_only() else module
 
     def check_gradients(self, values: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
@@ -165,7 +165,9 @@ def formed(results: Sequence[Tensor], name: str) -> Any:
 
 
 _CONSTANT_STATISTICS = frozenset(OUTPUTS).difference(DIFFERENTIABLE)
+# By name. A call of a loss goes when the loss does.
 _calls: dict[str, Call] = {}
+_GONE = "the loss of this compiled graph no longer exists: keep it until the backward has run"
 # Entry points without what concerns compilers, by name, and modules by number.
 FUNCTIONS: dict[str, Callable[..., Any]] = {}
 MODULES: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
@@ -179,12 +181,12 @@ def number(module: nn.Module) -> None:
 
 
 # A graph names a loss by its number, which one that the graph builds cannot have.
-vars(number)["_torchdynamo_disable"] = True
-vars(number)["_torchdynamo_disable_msg"] = "build a loss once, before compiled code calls it"
+breaks_graph(number, "build a loss once, before compiled code calls it")
 
 
 _PROCESS = uuid.uuid4().hex
-_OF_NN_MODULE = frozenset(vars(nn.Module())) - {"training"}
+# What is no setting: the number is in the name, and a record says what ran.
+_NO_SETTINGS = frozenset(vars(nn.Module())) - {"training"} | {"_fixed", "_number", RECORD}
 
 
 def _settings_of(module: nn.Module) -> str:
@@ -196,37 +198,41 @@ def _settings_of(module: nn.Module) -> str:
     cls = type(module)
     if not cls.__module__.startswith("liger_chunked."):
         return _PROCESS
-    settings = {name: x for name, x in vars(module).items() if name not in _OF_NN_MODULE | {"_fixed", "_number"}}
-    return f"{cls.__module__}.{cls.__qualname__} {settings}"
+    settings = {name: x for name, x in vars(module).items() if name not in _NO_SETTINGS}
+    parts = {name: _settings_of(part) for name, part in module.named_children()}
+    return f"{cls.__module__}.{cls.__qualname__} {settings} {parts}"
 
 
-@functools.cache
-def _call_name(function: str, module: int | None, *key: Any) -> str:
-    from liger_chunked import __version__  # which the package sets after its imports
-
-    own = None if module is None else MODULES[module]
-    described = f"{__version__} {function} {key} {'' if own is None else _settings_of(own)}"
-    name = f"{function}-{module}-{hashlib.sha256(described.encode()).hexdigest()[:16]}"
-    _calls[name] = Call(FUNCTIONS[function], own, *key)
-    return name
-
-
-def name_of_call(*key: Any) -> str:
+@runs_while_tracing
+def name_of_call(function: str, module: int | None, *key: Any) -> str:
     """Return the name of a call. Dynamo runs this while it traces, and puts the name into the graph.
 
     Compiled graphs are cached on disk by their code, and another process may have other calls. So calls of one name
     have results of the same number and shapes.
     """
-    return _call_name(*key)
+    from liger_chunked import __version__  # which the package sets after its imports
+
+    own = None if module is None else MODULES[module]
+    described = f"{__version__} {function} {key} {'' if own is None else _settings_of(own)}"
+    name = f"{function}-{module}-{hashlib.sha256(described.encode()).hexdigest()[:16]}"
+    if name not in _calls:
+        _calls[name] = Call(FUNCTIONS[function], own, *key)
+        if own is not None:
+            weakref.finalize(own, _calls.pop, name, None).atexit = False
+    return name
 
 
+def _call_named(name: str) -> Call:
+    """Return a call; RuntimeError if its loss no longer exists, because a graph does not keep it alive."""
+    if (call := _calls.get(name)) is None:
+        raise RuntimeError(_GONE)
+    return call
+
+
+@runs_while_tracing
 def form_of_call(name: str) -> tuple[Any, ...]:
     """Return the form of a call's results, which tracing the operator found."""
-    return _calls[name].form
-
-
-# torch.compiler.assume_constant_result says so, but imports the compiler.
-name_of_call._dynamo_marked_constant = form_of_call._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return _call_named(name).form
 
 
 def in_graph(function: str, positional: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -313,7 +319,7 @@ _FUSED = "liger_chunked::fused"
 
 @torch.library.custom_op(_FUSED, mutates_args=())
 def fused(name: str, tensors: Sequence[Tensor], needs: Sequence[bool], sizes: Sequence[int]) -> list[Tensor]:
-    call, (own, leaves) = _calls[name], _leaves(tensors, needs)
+    call, (own, leaves) = _call_named(name), _leaves(tensors, needs)
 
     def run() -> tuple[list[Tensor], Sequence[Tensor]]:
         with torch.set_grad_enabled(call.trains), call.surroundings(tensors[0].device):
@@ -333,7 +339,7 @@ def is_fused(target: Any) -> bool:
 
 @fused.register_fake
 def _(name: str, tensors: Sequence[Tensor], needs: Sequence[bool], sizes: Sequence[int]) -> list[Tensor]:
-    call, (own, _) = _calls[name], _leaves(tensors, needs)
+    call, (own, _) = _call_named(name), _leaves(tensors, needs)
     with torch.set_grad_enabled(call.trains), computing_shapes(), call.surroundings(tensors[0].device):
         values = call(own, sizes)
     values = [x.new_empty(x.shape) for x in values]
@@ -346,7 +352,7 @@ def _(name: str, tensors: Sequence[Tensor], needs: Sequence[bool], sizes: Sequen
 def fused_backward(
     name: str, tensors: Sequence[Tensor], needs: Sequence[bool], sizes: Sequence[int], upstream: Sequence[Tensor]
 ) -> list[Tensor]:
-    call, (own, leaves) = _calls[name], _leaves(tensors, needs)
+    call, (own, leaves) = _call_named(name), _leaves(tensors, needs)
 
     def run() -> list[Tensor]:
         with call.surroundings(tensors[0].device):

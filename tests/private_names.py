@@ -38,8 +38,8 @@ SCENARIOS = {
     "compiled": "get_eval_frame_callback skip_code _dynamo_marked_constant",
     "any_sizes": "maybe_mark_dynamic _config",
     "deferred": (
-        "_version _torchdynamo_disable_msg DisableTorchFunctionSubclass _schema _softmax_backward_data DispatchKey "
-        "_buffers"
+        "_version _torchdynamo_disable_msg _current_level DisableTorchFunctionSubclass _schema _softmax_backward_data "
+        "DispatchKey _are_functorch_transforms_active _buffers"
     ),
     "changed_inputs": "_version",
     "numbers_of_the_host": "_assert_async _foreach_add_",

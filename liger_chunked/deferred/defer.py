@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,8 @@ from liger_chunked.deferred.head import OWNER, product
 from liger_chunked.deferred.lazy import PLAIN, outside_graphs
 from liger_chunked.deferred.projection import projections_in
 from liger_chunked.deferred.swap import STOCK, Patch, patch_of, set_patch
-from liger_chunked.kernels.operands import all_plain
-from liger_chunked.private import HAS_STAND_INS, has_children, transforms_are_active
+from liger_chunked.kernels.operands import all_plain, outside_transforms
+from liger_chunked.private import HAS_STAND_INS, has_children
 from liger_chunked.types import budget_bytes
 from liger_chunked.what_ran import RECORD, record_of
 
@@ -200,10 +200,9 @@ def _takes(hidden: Any) -> bool:
     """Whether a fused loss could take these hidden states, outside of transforms and traces."""
     if not isinstance(hidden, Tensor) or hidden.is_meta or hidden.ndim < 2 or not hidden.is_floating_point():
         return False
-    if torch.jit.is_tracing() or torch.compiler.is_exporting() or transforms_are_active():  # type: ignore[attr-defined]
+    if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined]
         return False
-    known = all_plain([hidden]) or sharded.is_distributed(hidden)
-    return known and torch.autograd.forward_ad._current_level < 0
+    return all_plain([hidden]) or (sharded.is_distributed(hidden) and outside_transforms())
 
 
 def _layers(head: nn.Module) -> list[nn.Module]:
@@ -216,13 +215,14 @@ def is_deferring(head: nn.Module) -> bool:
 
 
 def set_deferral(head: nn.Module, deferral: Deferral | None, model: nn.Module | None = None) -> None:
-    """Let a head defer as `deferral` says; None: never again, with the class it had.
+    """Let a head defer as `deferral` says; None: never again, with the class it had. No handle brings back another one.
 
     A head that no fused loss computes returns real logits; a line in the log says why, once.
 
     Args:
         model: the model around the head, which the log names. None: the head is named.
     """
+    _REPLACED.pop(head, None)
     for module in head.modules():
         for name in (SETTINGS, OWNER, RECORD):
             vars(module).pop(name, None)
@@ -272,14 +272,34 @@ def _log_reason(head: nn.Module, reason: str) -> None:
         _LOGGER.warning("%s returns logits in training: %s", type(head).__name__, reason)
 
 
+class _Replaced(NamedTuple):
+    """A deferral whose place a later one took, and a weak reference to the model around the head."""
+
+    deferral: Deferral | None
+    owner: weakref.ref[nn.Module] | None
+
+
+# By head: those that `defer_logits` replaced and that have not ended, the earliest first.
+_REPLACED: weakref.WeakKeyDictionary[nn.Module, list[_Replaced]] = weakref.WeakKeyDictionary()
+
+
 class DeferHandle:
-    """What `defer_logits` returns: `remove()` makes the layer an ordinary one again. Usable as a context manager."""
+    """What `defer_logits` returns: `remove()` ends this deferral. Usable as a context manager.
+
+    The layer then defers as it did before: as an earlier handle says that was not removed, or a patch of its model.
+    Without any, it is an ordinary layer again.
+    """
 
     def __init__(self, linear: nn.Module) -> None:
-        self._linear = linear
+        self._linear, self._deferral = linear, vars(linear).get(SETTINGS)
 
     def remove(self) -> None:
-        set_deferral(self._linear, None)
+        linear = self._linear
+        replaced = [x for x in _REPLACED.get(linear, ()) if x.deferral is not self._deferral]
+        if vars(linear).get(SETTINGS) is self._deferral:
+            before = replaced.pop() if replaced else _Replaced(None, None)
+            set_deferral(linear, before.deferral, None if before.owner is None else before.owner())
+        _REPLACED[linear] = replaced
 
     def __enter__(self) -> DeferHandle:
         return self
@@ -312,7 +332,8 @@ def defer_logits(
         defer_in_evaluation: whether calls in evaluation mode defer too, if they record no gradient.
 
     Returns:
-        A `DeferHandle`: its `remove()` makes the layer an ordinary one again, as does leaving a `with` block of it.
+        A `DeferHandle`: its `remove()`, or leaving a `with` block of it, ends this deferral. The layer then defers as
+        it did before, or is an ordinary one again.
 
     Raises:
         TypeError: `linear` is no module.
@@ -339,5 +360,9 @@ def defer_logits(
         ) from None
     if not isinstance(defer_in_evaluation, bool):
         raise TypeError(f"defer_in_evaluation must be True or False, got {defer_in_evaluation!r}")
+    replaced = _REPLACED.get(linear, [])
+    if is_deferring(linear):
+        replaced = [*replaced, _Replaced(vars(linear)[SETTINGS], vars(linear)[RECORD].owner)]
     set_deferral(linear, Deferral(budget_bytes(logits_budget), in_evaluation=defer_in_evaluation))
+    _REPLACED[linear] = replaced
     return DeferHandle(linear)

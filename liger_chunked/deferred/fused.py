@@ -132,9 +132,12 @@ class Pass:
                 ) from error
         if self._holds and not graph_is_retained():
             self.release()
-        found = dict(zip(map(id, flat), grads, strict=True))
+        gradients_by_leaf = dict(zip(map(id, flat), grads, strict=True))
         return [
-            {id(source): [None if x is None else found.get(id(x)) for x in tensors] for source, tensors in leaves}
+            {
+                id(source): [None if x is None else gradients_by_leaf.get(id(x)) for x in tensors]
+                for source, tensors in leaves
+            }
             for leaves in self._leaves
         ]
 

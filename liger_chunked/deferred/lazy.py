@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from liger_chunked.private import aten as aten
-from liger_chunked.private import skip_frame, tracing_callback, tree_leaves, tree_map_only
+from liger_chunked.private import breaks_graph, skip_frame, tracing_callback, tree_leaves, tree_map_only
 
 # The classes of PyTorch's plain tensors.
 PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -41,10 +41,8 @@ def outside_graphs(function: Callable[..., Any]) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         return (function if tracing_callback() is None else disabled)(*args, **kwargs)
 
-    vars(call)["_torchdynamo_disable"] = True
-    vars(call)["_torchdynamo_disable_msg"] = REASON
     skip_frame(call)
-    return call
+    return breaks_graph(call, REASON)
 
 
 class Op(NamedTuple):

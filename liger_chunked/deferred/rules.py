@@ -131,42 +131,52 @@ class _Known(NamedTuple):
     """Statistics of rows that a pass computed, for later readers of these rows or of a selection of them.
 
     - `rows`: of the pass's plan
+    - `gathered_by`: the index of the caller's `gather`, or None; `index_version`: its version counter, None if it
+      counts no changes
     - `values`: the statistics, by name, detached; `versions`: their version counters, which show in-place changes
     - `run`: a weak reference to the pass; None if it has no gradient
     """
 
     rows: tuple[Any, ...]
-    target: Tensor | None
-    target_version: int
+    gathered_by: Tensor | None
+    index_version: int | None
     values: dict[str, Tensor]
     versions: dict[str, int]
     run: Any
 
-    def serves(self, plan: Plan, target: Tensor | None, names: tuple[str, ...]) -> bool:
+    def serves(self, plan: Plan, index: Tensor | None, names: tuple[str, ...]) -> bool:
         if plan.rows[: len(self.rows)] != self.rows:
             return False
-        if target is not None and not (target is self.target and version_of(target) == self.target_version):
+        if index is not None and not self._has_gathered_by(index, plan):
             return False
         return all(name in self.values and version_of(self.values[name]) == self.versions[name] for name in names)
 
+    def _has_gathered_by(self, index: Tensor, plan: Plan) -> bool:
+        # An index belongs to all rows in their order, not to a selection of them.
+        known = index is self.gathered_by and self.index_version is not None and plan.rows == self.rows
+        return known and version_of(index) == self.index_version
 
-def statistics(z: DeferredLogits, plan: Plan, target: Tensor | None, *names: str) -> tuple[Pass | None, TokenStats]:
+
+def statistics(z: DeferredLogits, plan: Plan, index: Tensor | None, *names: str) -> tuple[Pass | None, TokenStats]:
     """Return a pass and its statistics of the rows of logits. An earlier pass of these rows is used again.
 
     It may be None if z has no gradient: nothing keeps a pass without one.
+
+    Args:
+        index: of a `gather` of one id for each row, whose log-probability is among the statistics. None: of none.
     """
     grad = wants_grad(z)
     known: list[_Known] = plan.sources[0][0].passes.setdefault(plan.signature, [])
     for entry in known:
         run: Any = None if entry.run is None else entry.run()
-        if entry.serves(plan, target, names) and (run is not None or not grad):
+        if entry.serves(plan, index, names) and (run is not None or not grad):
             given: Any = run
             values = {name: getattr(given.results, name) if grad else entry.values[name] for name in names}
             # Copies: readers may change them.
             values = {name: plan.select(x.reshape(-1, 1), len(entry.rows)) for name, x in values.items()}
             return run, TokenStats(**{name: x.flatten().clone() for name, x in values.items()})
-    outputs = tuple(dict.fromkeys((*names, *(("lse",) if grad or target is not None else ()))))
-    options = plan.options
+    outputs = tuple(dict.fromkeys((*names, *(("lse",) if grad or index is not None else ()))))
+    options, target = plan.options, None if index is None else index.select(plan.class_dim, 0)
 
     def compute(head: HeadRows) -> TokenStats:
         shape = head.rows.shape[:-1]
@@ -191,22 +201,22 @@ def statistics(z: DeferredLogits, plan: Plan, target: Tensor | None, *names: str
     stats: TokenStats = run.results
     values = {name: x.detach() for name in outputs if (x := getattr(stats, name)) is not None}
     versions = {name: version_of(x) for name, x in values.items()}
-    version = 0 if target is None else version_of(target)
-    known.append(_Known(plan.rows, target, version, values, versions, weakref.ref(run) if grad else None))
+    version = None if index is None or index.is_inference() else version_of(index)
+    known.append(_Known(plan.rows, index, version, values, versions, weakref.ref(run) if grad else None))
     return run, stats
 
 
 def _of_stats(
     z: DeferredLogits,
     plan: Plan,
-    target: Tensor | None,
+    index: Tensor | None,
     names: tuple[str, ...],
     read: Callable[..., Tensor],
     stock: Callable[..., Tensor],
 ) -> Tensor:
     """Return `read(statistics)`, with a value for each row, as a function of z. `stock(z)` is the same of real z."""
     grad = wants_grad(z)
-    run, stats = statistics(z, plan, target, *names)
+    run, stats = statistics(z, plan, index, *names)
     with torch.set_grad_enabled(grad):
         result = read(stats).reshape(plan.row_shape)
     if run is None or not grad:
@@ -223,7 +233,6 @@ def _gathered(func: Any, input: Any, dim: Any, index: Any, *, sparse_grad: bool 
     shape[plan.class_dim] = 1
     if not is_index(index, shape, input.device):
         return NotImplemented
-    target = index.select(plan.class_dim, 0)
     dtype = input.dtype
     sign = plan.sign
 
@@ -236,7 +245,7 @@ def _gathered(func: Any, input: Any, dim: Any, index: Any, *, sparse_grad: bool 
     kept = index
     # `lse`: the usual next step after a gather of logits is the difference to `logsumexp`, which the same pass gives.
     result = _of_stats(
-        input, plan, target, ("logps", "lse"), read, lambda z: z.gather(plan.class_dim, kept).select(plan.class_dim, 0)
+        input, plan, index, ("logps", "lse"), read, lambda z: z.gather(plan.class_dim, kept).select(plan.class_dim, 0)
     )
     return result.to(dtype).unsqueeze(plan.class_dim)
 

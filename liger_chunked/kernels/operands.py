@@ -25,9 +25,14 @@ _NOT_REAL = frozenset(getattr(torch, name) for name in _COMPLEX + _QUANTIZED if 
 _forward_mode: Any = forward_ad if hasattr(forward_ad, "_current_level") else SimpleNamespace(_current_level=-1)
 
 
+def outside_transforms() -> bool:
+    """Whether neither a transform of `torch.func` nor forward-mode differentiation is active."""
+    return not transforms_are_active() and _forward_mode._current_level < 0
+
+
 def all_plain(values: Iterable[Any]) -> bool:
     """Whether the tensors are plain and dense, outside transforms."""
-    if transforms_are_active() or _forward_mode._current_level >= 0:
+    if not outside_transforms():
         return False
     for x in values:
         if type(x) in _PLAIN:

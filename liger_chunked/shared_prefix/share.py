@@ -99,7 +99,8 @@ def share_pass(
         reason = _reason_of_padding(model, plan, with_trailing)
     worthwhile = plan is not None and plan.saved >= (0 if always else WORTHWHILE)
     if (head := head_of(model)) is not None:
-        record_of(head).apart = reason or (None if worthwhile else "sharing would save less than a tenth of the tokens")
+        too_little = None if worthwhile else "sharing would save less than a tenth of the tokens"
+        record_of(head).why_not_shared = reason or too_little
     if reason is not None:
         if always:
             raise ValueError(f"{type(model).__name__} cannot share prompts: {reason}")

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import liger_chunked as library
 from liger_chunked import Explanation, KeptIds, defer_logits, explain
 from liger_chunked.kernels.backend import INTERPRETED
+from liger_chunked.what_ran import record_of
 
 VOCAB, HIDDEN = 64, 16
 
@@ -103,6 +104,27 @@ def test_deferred_logits(caplog: pytest.LogCaptureFixture) -> None:
     assert explain(model).notes == ()
     handle.remove()
     assert explain(model).trained["1"].n_tokens == 36  # what ran stays so
+
+
+def test_the_line_in_the_log_is_the_explanation(caplog: pytest.LogCaptureFixture) -> None:
+    """Its facts, in one line and unchanged."""
+    model = nn.Sequential(nn.Linear(HIDDEN, VOCAB))
+    defer_logits(model[0])
+    record_of(model[0]).why_not_shared = "a mask:; or so"
+    _, x, target = batch()
+    with caplog.at_level(logging.INFO, "liger_chunked"):
+        F.cross_entropy(model(x), target).backward()
+    title, trained, note = str(explain(model[0])).splitlines()
+    assert caplog.messages == [f"{title} {trained.strip()}; {note.strip()}"]
+    assert note.endswith("a mask:; or so")
+
+
+def test_a_head_has_one_record() -> None:
+    """To ask again makes none: records are numbered, and numbers are in compiled graphs."""
+    head = nn.Linear(HIDDEN, VOCAB)
+    record = record_of(head)
+    assert record_of(head) is record
+    assert record_of(nn.Linear(HIDDEN, VOCAB)).number == record.number + 1
 
 
 def test_copies_have_their_own_record() -> None:

@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import table
 import torch
+from fresh_process import FreshProcesses
 from table import ROWS, SMALL, Batch, evaluate, moved, pairs, tokens
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -21,10 +22,13 @@ from liger_chunked import (
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDPOLoss,
     LigerFusedLinearKLDivLoss,
+    LigerFusedLinearOnPolicyDistillationLoss,
     LigerFusedLinearPreferenceBase,
     Pairs,
     linear_token_stats,
+    whole_graph,
 )
+from liger_chunked.calls import entry_point
 from liger_chunked.losses.base import FusedLoss, SequenceLoss, StatsLoss
 
 pytestmark = [
@@ -370,3 +374,85 @@ def test_compiled_within_a_checkpoint(backend, reduction):
     ours = evaluate(region, batch)
     for name, value in exact.items():
         torch.testing.assert_close(ours[name], value, rtol=1e-12, atol=1e-15, msg=name)
+
+
+# Names of calls, by which a graph finds its loss
+
+NAMES = """
+import torch
+
+import liger_chunked as lc
+from liger_chunked import whole_graph
+
+def loss(cls, **settings):
+    return cls(**settings), (torch.zeros(5, 4), torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.long))
+
+ce, data = loss(lc.LigerFusedLinearCrossEntropyLoss, label_smoothing=0.1)
+dpo, _ = loss(lc.LigerFusedLinearDPOLoss, use_ref_model=False)
+grpo, _ = loss(lc.LigerFusedLinearGRPOLoss, beta=0.0)
+on_policy, _ = loss(lc.LigerFusedLinearOnPolicyDistillationLoss, epsilon_low=0.2)
+weight, input, target = data
+teacher = {"teacher_logps": torch.zeros(2, 3), "target": target}
+for call in (
+    lambda: ce(*data),
+    lambda: dpo(*data),
+    lambda: grpo(*data, torch.ones(2)),
+    lambda: on_policy(weight, input, **teacher),
+):
+    torch.compile(call, backend="eager", fullgraph=True)()
+print(*whole_graph._calls, sep="\\n")
+"""
+
+
+def test_calls_have_the_same_names_in_another_process(fresh_process: FreshProcesses):
+    """A compiled graph contains the names, so the compiler's cache on disk serves no graph whose names differ."""
+    first, second = (fresh_process.run(NAMES).split() for _ in range(2))
+    assert first == second and len(first) == 4
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"kl_coef": 0.5}, {"epsilon_low": 0.2}, {"epsilon_high": 0.2}, {"prefix_weight": 0.5}, {"surrogate": "truncate"}],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_names_of_calls_tell_settings_apart(settings):
+    """Those of a policy loss inside a loss too: they say which metrics there are."""
+    losses = [LigerFusedLinearOnPolicyDistillationLoss(**x) for x in ({}, {}, settings)]
+    described = [whole_graph._settings_of(loss) for loss in losses]
+    assert described[0] == described[1] != described[2]
+
+
+def test_calls_go_with_their_loss():
+    before, batch = set(whole_graph._calls), tokens(SMALL, seed=0)
+    for i in range(5):
+        whole(LigerFusedLinearCrossEntropyLoss(label_smoothing=i / 10))(**batch)
+    torch.compiler.reset()
+    gc.collect()
+    assert set(whole_graph._calls) == before
+
+
+def made_by_a_factory(factor: float) -> type:
+    """Return a class of the same name for each call."""
+
+    class Scaled(nn.Module):
+        @entry_point
+        def forward(self, weight: Tensor, input: Tensor) -> Tensor:
+            return factor * (input @ weight.mT).sum()
+
+    return Scaled
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_classes_of_one_name_are_told_apart(fullgraph):
+    batch = tokens(SMALL, seed=0)
+    given = batch["weight"], batch["input"]
+    # A parameter that a module may train breaks the graph.
+    losses = [made_by_a_factory(factor)() for factor in (1.0, -3.0)]
+    for loss in losses:
+        whole_graph.number(loss)
+        if not fullgraph:
+            loss.parameter = nn.Parameter(torch.zeros(()))
+    for loss in losses:
+        compiled = torch.compile(lambda *x, loss=loss: loss(*x), backend="aot_eager", fullgraph=fullgraph)
+        torch.testing.assert_close(compiled(*given), loss(*given))
+    assert torch.equal(losses[1](*given), -3 * losses[0](*given))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -11,15 +12,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from spies import Memory
+from spies import Flops, Memory
 from table import relative_error
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils.flop_counter import FlopCounterMode
 
 from liger_chunked import defer_logits, liger_cross_entropy
-from liger_chunked.deferred import DeferredLogits, logits, set_deferral
+from liger_chunked.deferred import Deferral, DeferredLogits, logits, set_deferral
 from liger_chunked.kernels import backend
+from liger_chunked.what_ran import record_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated.*:DeprecationWarning")
 
@@ -227,6 +229,55 @@ def pruned(head: nn.Linear) -> None:
 def tied(head: nn.Linear) -> None:
     head.embedding = nn.Embedding(V, H, dtype=torch.float64)
     head.weight = head.embedding.weight
+
+
+def budget_of(head: nn.Module) -> int | str | None:
+    """Return the budget with which a head defers in training; "real" if it returns real logits."""
+    z = head(torch.randn(2, H, dtype=torch.float64))
+    return z._cell.node.sources[0].settings.logits_budget if isinstance(z, DeferredLogits) else "real"
+
+
+def test_a_nested_deferral_ends_alone() -> None:
+    head = nn.Linear(H, V, dtype=torch.float64)
+    with defer_logits(head, logits_budget=1000):
+        with defer_logits(head, logits_budget=2000), defer_logits(head):
+            assert budget_of(head) is None
+        assert budget_of(head) == 1000
+    assert budget_of(head) == "real" and type(head) is nn.Linear
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_deferrals_end_in_any_order(order: tuple[int, ...]) -> None:
+    """The last one that is left counts."""
+    head = nn.Linear(H, V, dtype=torch.float64)
+    handles = {i: defer_logits(head, logits_budget=1000 * (i + 1)) for i in range(3)}
+    for i in order:
+        removed = handles.pop(i)
+        for _ in range(2):
+            removed.remove()
+            assert budget_of(head) == (1000 * (max(handles) + 1) if handles else "real")
+    assert type(head) is nn.Linear
+    with defer_logits(head):
+        assert budget_of(head) is None
+    assert budget_of(head) == "real"
+
+
+def test_a_deferral_over_that_of_a_patched_model() -> None:
+    """What set another deferral, such as a patched model, has it back, and ends those of handles before it."""
+    head = nn.Linear(H, V, dtype=torch.float64)
+    model = nn.Sequential(head)
+    before = defer_logits(head, logits_budget=1000)
+    set_deferral(head, Deferral(2000), model)
+    with defer_logits(head, logits_budget=3000):
+        assert budget_of(head) == 3000
+    assert budget_of(head) == 2000
+    assert record_of(head).owner() is model
+    before.remove()
+    assert budget_of(head) == 2000
+    after = defer_logits(head, logits_budget=3000)
+    set_deferral(head, None)
+    after.remove()
+    assert budget_of(head) == "real"
 
 
 PARAMETRIZED: dict[str, Callable[[nn.Linear], Any]] = {
@@ -476,6 +527,43 @@ def test_statistics_are_computed_once() -> None:
     torch.testing.assert_close(log_probs, real.log_softmax(-1).gather(-1, IDS[..., None]))
     z.mean(-1).sum().backward()
     torch.testing.assert_close(case.head.weight.grad, case.x.detach().sum((0, 1)).expand(V, H) / V)
+
+
+def test_a_second_gather_by_an_index_takes_no_product() -> None:
+    def use(z: Any) -> Tensor:
+        return z.log_softmax(-1).gather(-1, index) + 2 * z.gather(-1, index) + z.softmax(-1).gather(-1, index).sin()
+
+    case, index = Case(), IDS[..., None]
+    exact, _ = case.step(use)
+    defer_logits(case.head)
+    with Flops() as counter:
+        case.step(lambda z: z.gather(-1, index))
+        once = counter.total
+        found, z = case.step(use)
+    assert counter.total == 2 * once > 0 and not z.is_computed
+    for ours, theirs in zip(found, exact, strict=True):
+        assert relative_error(ours, theirs) < BOUND
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_gather_of_something_else_is_computed(grad: bool) -> None:
+    """The index was changed in place, also where tensors count no changes, or the rows have another order."""
+    case, alive = Case(), []
+    real = case.head(case.x).detach()
+    defer_logits(case.head)
+    with torch.set_grad_enabled(grad):
+        z = case.head(case.x)
+        with torch.inference_mode():
+            uncounted = IDS[..., None].clone()
+        for index in (IDS[..., None].clone(), uncounted):
+            for _ in range(2):
+                turned = torch.tensor([1, 2, 0])
+                alive += [z.gather(-1, index), z[turned].gather(-1, index)]
+                torch.testing.assert_close(alive[-2].detach(), real.gather(-1, index))
+                torch.testing.assert_close(alive[-1].detach(), real[turned].gather(-1, index))
+                with torch.inference_mode():
+                    index.copy_((index + 1) % V)
+        assert not z.is_computed
 
 
 @pytest.mark.few(1)
