@@ -38,14 +38,15 @@ class Deferral:
     - `in_training`: whether every call in training mode defers, or only those of a `Request`
     - `in_evaluation`: whether calls in evaluation mode defer too, if they record no gradient
     - `of_trainer`: whether a trainer of TRL's set the head, whose code is known to change no part of a split in place
-    - `whole`: under tensor parallelism, logits are of the whole vocabulary, also where a layout keeps them sharded
+    - `whole_vocabulary`: under tensor parallelism, logits are of the whole vocabulary, also where a layout keeps them
+      sharded
     """
 
     logits_budget: int | None = None
     in_training: bool = True
     in_evaluation: bool = True
     of_trainer: bool = False
-    whole: bool = False
+    whole_vocabulary: bool = False
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,11 @@ def _stand_in(layer: Any, stock: Callable[..., Any], hidden: Any) -> Any:
             return None
         if not sharded.serves(weight, bias) or not _same_dtype(hidden, weight):
             return None
-        if layouts is not None and not settings.whole and not sharded.gives_whole(layer, layouts, weight, hidden.ndim):
+        if (
+            layouts is not None
+            and not settings.whole_vocabulary
+            and not sharded.gives_whole(layer, layouts, weight, hidden.ndim)
+        ):
             reason = "its layout keeps logits sharded: for a fused loss, use output_layouts=Replicate()"
         options["forward"] = sharded.real_product(weight.detach(), None if bias is None else bias.detach())
         hidden = sharded.plain(hidden)

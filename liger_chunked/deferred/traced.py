@@ -39,6 +39,7 @@ from liger_chunked.private import (
     HAS_STAND_INS,
     at_end_of_trace,
     aten,
+    runs_while_tracing,
     transforms_are_active,
     without_torch_function,
 )
@@ -234,7 +235,7 @@ def _inplace_at(func: Any) -> int:
 
 
 for _constant in (_starts, _key_of, _writes, _inplace_at):
-    vars(_constant)["_dynamo_marked_constant"] = True
+    runs_while_tracing(_constant)
 
 
 def called(

@@ -69,8 +69,8 @@ class ForwardState:
     def deferral(self) -> Deferral:
         """How the head defers: as `apply_liger_kernel` asked, or, for `always`, in training and evaluation."""
         if self.fusion is None or self.always:
-            return Deferral(self.logits_budget, in_training=self.always, of_trainer=self.always, whole=True)
-        return Deferral(self.fusion.logits_budget, in_evaluation=self.fusion.in_evaluation, whole=True)
+            return Deferral(self.logits_budget, in_training=self.always, of_trainer=self.always, whole_vocabulary=True)
+        return Deferral(self.fusion.logits_budget, in_evaluation=self.fusion.in_evaluation, whole_vocabulary=True)
 
 
 def state_of(model: nn.Module) -> ForwardState | None:
