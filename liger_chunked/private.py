@@ -332,7 +332,7 @@ def any_sizes(*tensors: tuple[Tensor, Sequence[int]]) -> AbstractContextManager[
 # Dispatch
 
 _dispatch: Any = find("torch.utils._python_dispatch")
-_without_modes: Callable[[], AbstractContextManager[Any]] = getattr(_dispatch, "_disable_current_modes", nullcontext)
+without_modes: Callable[[], AbstractContextManager[Any]] = getattr(_dispatch, "_disable_current_modes", nullcontext)
 
 
 def without_modes_of(module: str) -> AbstractContextManager[Any]:
@@ -348,7 +348,7 @@ def without_modes_of(module: str) -> AbstractContextManager[Any]:
 
 @contextmanager
 def _only(others: list[Any]) -> Iterator[None]:
-    with _without_modes():
+    with without_modes():
         for mode in others:
             _dispatch._push_mode(mode)
         try:

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from liger_chunked.kernels.backend import TRITON_ERROR, use_triton
+from liger_chunked.private import without_modes
 from liger_chunked.types import LogitOptions, shown
 
 _LOGGER = logging.getLogger("liger_chunked")
@@ -127,7 +128,8 @@ class Record:
         self.real_logits: str | None = None
         self.said = False
         self.number = next(_numbers)
-        self.place = torch.tensor(self.number)
+        with without_modes():
+            self.place = torch.full((), self.number, device="cpu")
         RECORDS[self.number] = self
 
     def __reduce__(self) -> Any:
