@@ -179,8 +179,10 @@ class TracedLogits(Tensor):
         if _writes(func) or "out" in kwargs or kwargs.get("inplace") or (0 <= inplace < len(args) and args[inplace]):
             for z in logits:
                 z._expression.made.written = True
-            with without_torch_function():
-                return func(*args, **kwargs)
+            if _reshapes(func):  # not a view of the logits
+                with without_torch_function():
+                    return func(*args, **kwargs)
+            return func(*_plain(args), **_plain(kwargs))
         for z in logits:
             if torch.is_grad_enabled() != _call_of(z._expression).with_grad:  # a step holds no grad mode
                 return func(*_plain(args), **_plain(kwargs))
@@ -229,12 +231,20 @@ def _writes(func: Any) -> bool:
     return is_write(getattr(func, "__name__", ""))
 
 
+def _reshapes(func: Any) -> bool:
+    """Whether a function changes the shape or strides of a tensor itself. Dynamo runs this as it traces."""
+    return getattr(func, "__name__", "") in _RESHAPES
+
+
+_RESHAPES = frozenset("transpose_ swapaxes_ swapdims_ t_ unsqueeze_ squeeze_ as_strided_ set_ resize_".split())
+
+
 def _inplace_at(func: Any) -> int:
     """Return the place of the argument `inplace` of a function of F; -1 without. Dynamo runs this as it traces."""
     return inplace_at(func)
 
 
-for _constant in (_starts, _key_of, _writes, _inplace_at):
+for _constant in (_starts, _key_of, _writes, _reshapes, _inplace_at):
     runs_while_tracing(_constant)
 
 

@@ -394,6 +394,7 @@ def test_logits_that_the_graph_changed_leave_as_real_ones():
         z = head(x)
         first, copied = z[:, 0], z * 2
         z[:, 0] = 1.0
+        z.add_(0.0)  # a method, as well
         return first, copied, z
 
     first, copied, z = (y.detach() for y in model(x))
