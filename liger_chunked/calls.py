@@ -53,7 +53,7 @@ class FixedSettings(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        whole_graph.number(self)  # of its own: a copy is another module
+        whole_graph.number(self)  # a copy is another module, with its own number
 
 
 def altered(module: T, **attributes: Any) -> T:

@@ -99,7 +99,7 @@ def pytest_collection() -> Iterator[None]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Add the devices. Make no tests that are deselected at once: three of four, and they take ten seconds.
 
-    Nor tests of a device that is missing: `few` would choose them in place of others.
+    A device that is missing gets no tests either: `few` would choose them in place of others.
     """
     if "device" in metafunc.fixturenames:
         devices: list[Any] = ["cpu"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +35,11 @@ def inplace_at(function: Any) -> int:
     except (TypeError, ValueError):  # of C++, where such functions have another name
         return -1
     return names.index("inplace") if "inplace" in names else -1
+
+
+def is_inplace(at: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call sets `inplace`, by its name or at its place `at`."""
+    return bool(kwargs.get("inplace") or (0 <= at < len(args) and args[at]))
 
 
 @functools.cache
@@ -127,7 +133,7 @@ def _written_by(node: Node) -> list[Node]:
     else:
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
         at = inplace_at(node.target) if callable(node.target) else -1
-        first = is_write(name) or bool(node.kwargs.get("inplace") or (0 <= at < len(node.args) and node.args[at]))
+        first = is_write(name) or is_inplace(at, node.args, node.kwargs)
         written = [node.kwargs.get("out"), node.args[0] if first and node.args else None]
     tensors = [y for x in written for y in (x if isinstance(x, (list, tuple)) else (x,))]
     return [x for x in tensors if isinstance(x, Node)]

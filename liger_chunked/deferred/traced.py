@@ -31,7 +31,7 @@ from torch.nn.utils import parametrize
 
 from liger_chunked import whole_graph
 from liger_chunked.deferred import request, sharded
-from liger_chunked.deferred.graph_pass import MARK, drop_unread, inplace_at, is_write, written_arguments
+from liger_chunked.deferred.graph_pass import MARK, drop_unread, inplace_at, is_inplace, is_write, written_arguments
 from liger_chunked.deferred.head import product
 from liger_chunked.deferred.lazy import outside_graphs
 from liger_chunked.deferred.logits import DeferredLogits
@@ -175,11 +175,10 @@ class TracedLogits(Tensor):
         kwargs = kwargs or {}
         key, logits = _key_of(func), [x for x in (*args, *kwargs.values()) if _has_expression(x)]
         name = key.rpartition(".")[2]
-        inplace = _inplace_at(func)
-        if _writes(func) or "out" in kwargs or kwargs.get("inplace") or (0 <= inplace < len(args) and args[inplace]):
+        if _writes(func) or "out" in kwargs or is_inplace(_inplace_at(func), args, kwargs):
             for z in logits:
                 z._expression.made.written = True
-            if _reshapes(func):  # not a view of the logits
+            if _reshapes(func):  # a change of a view's shape would not be one of the logits
                 with without_torch_function():
                     return func(*args, **kwargs)
             return func(*_plain(args), **_plain(kwargs))

@@ -56,7 +56,7 @@ HEAD_SWITCHES = ("cross_entropy", "fused_linear_cross_entropy")
 LAYER_SWITCHES = ("rms_norm", "layer_norm", "swiglu", "geglu", "relu_squared")
 SWITCHES = ("rope", *LAYER_SWITCHES, *HEAD_SWITCHES)
 TILED = "tiled_mlp"
-OPTIONS = ("logits_budget", TILED, "defer_in_evaluation")  # of `apply_liger_kernel`, beside the switches
+OPTIONS = ("logits_budget", TILED, "defer_in_evaluation")  # other arguments of `apply_liger_kernel`
 
 
 def check_switches(names: set[str]) -> None:
