@@ -47,7 +47,7 @@ CHECKPOINTED = 32768  # tokens
 
 @contextmanager
 def head_alone(model: PreTrainedModel, fused: bool) -> Iterator[None]:
-    apply_liger_kernel(model, rope=False, rms_norm=False, swiglu=False)
+    apply_liger_kernel(model, rope=False, rms_norm=False, swiglu=False, parallel_linear=False)
     yield
 
 

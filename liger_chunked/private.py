@@ -195,6 +195,10 @@ def hooks_of(module: nn.Module, slot: str) -> list[Any]:
     return list(vars(module).get(slot, {}).values())
 
 
+# The fallback takes every process for one with hooks of all modules.
+has_global_hooks: Callable[[], Any] = find("torch.nn.modules.module._has_any_global_hook") or (lambda: True)
+
+
 def global_forward_hooks() -> list[Any]:
     """Return the forward hooks of all modules."""
     return [] if _GLOBAL_HOOKS is None else list(_GLOBAL_HOOKS.values())
@@ -335,12 +339,18 @@ _dispatch: Any = find("torch.utils._python_dispatch")
 without_modes: Callable[[], AbstractContextManager[Any]] = getattr(_dispatch, "_disable_current_modes", nullcontext)
 
 
+def dispatch_modes() -> list[Any]:
+    """Return the active dispatch modes. The fallback sees none."""
+    modes: list[Any] = getattr(_dispatch, "_get_current_dispatch_mode_stack", list)()
+    return modes
+
+
 def without_modes_of(module: str) -> AbstractContextManager[Any]:
     """Suspend the caller's dispatch modes whose class a module defines; all others see what runs inside.
 
     The fallback suspends none.
     """
-    modes: list[Any] = getattr(_dispatch, "_get_current_dispatch_mode_stack", list)()
+    modes = dispatch_modes()
     if not any(type(mode).__module__ == module for mode in modes):
         return nullcontext()
     return _only([mode for mode in modes if type(mode).__module__ != module])

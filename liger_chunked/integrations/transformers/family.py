@@ -120,6 +120,7 @@ class FamilyFunction(Protocol):
         swiglu: bool | None = None,
         geglu: bool | None = None,
         relu_squared: bool | None = None,
+        parallel_linear: bool | None = None,
         cross_entropy: bool | None = None,
         fused_linear_cross_entropy: bool | None = None,
         tiled_mlp: bool | int | Literal["auto"] | None = None,

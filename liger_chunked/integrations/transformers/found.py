@@ -17,6 +17,7 @@ from liger_chunked.integrations.transformers.attach import check_head
 from liger_chunked.integrations.transformers.detect import calls_loss_function, head_of
 from liger_chunked.integrations.transformers.layers import Binding, has_causal_loss
 from liger_chunked.integrations.transformers.overrides import binding_of, rope_of
+from liger_chunked.integrations.transformers.parallel import is_parallel
 from liger_chunked.integrations.transformers.patched_class import LayerPatch
 from liger_chunked.integrations.transformers.report import FUSED
 from liger_chunked.integrations.transformers.rotary import HALF_ANGLES
@@ -29,12 +30,14 @@ class Found:
 
     - `layers`: a switch of `apply_liger_kernel`, a module, and how the layer reads it
     - `ropes`: the modules and names of rotary functions
+    - `parallel`: linear layers that `parallelize_module` split
     - `heads`: switches of the head
     - `left`: the reason for each class or function that is left alone
     """
 
     layers: list[tuple[str, nn.Module, Binding]] = field(default_factory=list)
     ropes: tuple[tuple[str, str], ...] = ()
+    parallel: list[nn.Module] = field(default_factory=list)
     heads: tuple[str, ...] = ()
     left: dict[str, str] = field(default_factory=dict)
     other_loss: dict[str, str] = field(default_factory=dict)  # the class that cross_entropy cannot serve, and why
@@ -43,6 +46,8 @@ class Found:
     def switches(self) -> list[str]:
         layers = {switch for switch, *_ in self.layers}
         found = [switch for switch in overrides.LAYER_SWITCHES if switch in layers]
+        if self.parallel:
+            found.append(overrides.PARALLEL)
         return [*found, *(["rope"] if self.ropes else []), *self.heads]
 
     def add_layer(self, module: nn.Module, cls: Any) -> None:
@@ -144,8 +149,12 @@ _OTHER_LOSS = "its loss_function is not the causal one of transformers"
 
 def found_in(model: PreTrainedModel) -> Found:
     found, used = Found(), set()
+    head = head_of(model)
+    of_head = set() if head is None else {*head.modules()}
     for module in model.modules():
         cls = stock_class(type(module))
+        if is_parallel(module) and module not in of_head:
+            found.parallel.append(module)
         if own_forward(module) is None:
             used.add(cls)
             found.add_layer(module, cls)

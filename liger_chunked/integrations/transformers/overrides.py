@@ -54,7 +54,8 @@ from liger_chunked.integrations.transformers.layers import (
 
 HEAD_SWITCHES = ("cross_entropy", "fused_linear_cross_entropy")
 LAYER_SWITCHES = ("rms_norm", "layer_norm", "swiglu", "geglu", "relu_squared")
-SWITCHES = ("rope", *LAYER_SWITCHES, *HEAD_SWITCHES)
+PARALLEL = "parallel_linear"
+SWITCHES = ("rope", *LAYER_SWITCHES, PARALLEL, *HEAD_SWITCHES)
 TILED = "tiled_mlp"
 OPTIONS = ("logits_budget", TILED, "defer_in_evaluation")  # other arguments of `apply_liger_kernel`
 

@@ -24,6 +24,7 @@ from liger_chunked.integrations.transformers.forward import Fusion
 from liger_chunked.integrations.transformers.found import found_in, owner_of
 from liger_chunked.integrations.transformers.layers import Layer, causal_lm_loss, has_causal_loss
 from liger_chunked.integrations.transformers.overrides import family_of
+from liger_chunked.integrations.transformers.parallel import ParallelPatch
 from liger_chunked.integrations.transformers.patched_class import LayerPatch, RopePatch, has_our_code
 from liger_chunked.integrations.transformers.report import APPLIED, FUSED, Applied
 from liger_chunked.integrations.transformers.source import rotary_functions
@@ -62,6 +63,7 @@ def apply_liger_kernel(
     swiglu: bool | None = None,
     geglu: bool | None = None,
     relu_squared: bool | None = None,
+    parallel_linear: bool | None = None,
     cross_entropy: bool | None = None,
     fused_linear_cross_entropy: bool | None = None,
     tiled_mlp: bool | int | Literal["auto"] | None = None,
@@ -84,6 +86,8 @@ def apply_liger_kernel(
         logits_budget: most bytes of logits in memory: a number, or a string such as "512MiB". None: automatic.
         rope, rms_norm, layer_norm, swiglu, geglu, relu_squared: switches of the layers. None: on for those that the
             model has. True requires that it has them; False leaves them alone.
+        parallel_linear: a switch of the linear layers that `parallelize_module` or `tp_plan` has split by columns or by
+            rows: they compute on each rank's plain tensors instead of DTensors.
         cross_entropy: the loss on logits, without a float32 copy of them. None: off. It excludes
             `fused_linear_cross_entropy`.
         fused_linear_cross_entropy: the loss, on chunks of logits. None: on if the model's head allows it.
@@ -131,6 +135,7 @@ def apply_liger_kernel(
         "swiglu": swiglu,
         "geglu": geglu,
         "relu_squared": relu_squared,
+        overrides.PARALLEL: parallel_linear,
         "cross_entropy": cross_entropy,
         FUSED: fused_linear_cross_entropy,
     }
@@ -156,6 +161,9 @@ def apply_liger_kernel(
                 applied.count(switch, owner_of(module).__name__)
                 if tokens is not False and binding.layer.is_mlp:
                     applied.count(overrides.TILED, owner_of(module).__name__)
+    for module in found.parallel if overrides.PARALLEL in on else ():
+        set_patch(module, ParallelPatch())
+        applied.count(overrides.PARALLEL, owner_of(module).__name__)
     if "rope" in on:
         _rotate(inner, found.ropes)
         applied.ropes = found.ropes

@@ -16,6 +16,7 @@ from liger_chunked.deferred.swap import STOCK, Patch, patch_of
 from liger_chunked.integrations.transformers.experts import EXPERTS_GATE, experts_method
 from liger_chunked.integrations.transformers.layers import Binding
 from liger_chunked.integrations.transformers.overrides import rope_of
+from liger_chunked.integrations.transformers.parallel import ParallelPatch
 from liger_chunked.integrations.transformers.source import rotary_methods, with_other_globals
 from liger_chunked.kernels.backend import use_triton
 from liger_chunked.layers.tiled import Tokens, after_tiles, follows_tiles, tile_tokens, tiled
@@ -163,4 +164,4 @@ def layer_method(binding: Binding, cls: Any, stock: Method, tokens: Tokens) -> M
 
 
 def has_our_code(module: nn.Module) -> bool:
-    return isinstance(patch_of(module), (LayerPatch, RopePatch))
+    return isinstance(patch_of(module), (LayerPatch, RopePatch, ParallelPatch))
