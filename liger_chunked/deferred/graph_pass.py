@@ -71,18 +71,26 @@ def drop_unread(module: GraphModule) -> None:
 
 
 class _Graph:
-    """The nodes of a graph in order, its heads, and the storages that each writing operation changes."""
+    """The nodes of a graph in order, its heads, and the storages that each writing operation changes.
+
+    A function that a checkpoint calls, say, is a graph inside: its nodes come before the call. It has other names for
+    the same tensors, which their storages tell.
+    """
 
     def __init__(self, nodes: list[Node]) -> None:
-        self.nodes = nodes
-        self.places = {node: i for i, node in enumerate(nodes)}
-        self.heads = {x for x in nodes if any(y.target is MARK for y in x.users)}
-        self.writes = {x: set(map(_storage, written)) for x in nodes if (written := _written_by(x))}
+        self.nodes = [x for node in nodes for x in (*_nodes_inside(node), node)]
+        self.places = {node: i for i, node in enumerate(self.nodes)}
+        self.heads = {x for x in self.nodes if any(y.target is MARK for y in x.users)}
+        self.writes: dict[Node, set[Any]] = {}
+        for node in self.nodes:
+            inside = [self.writes.get(x, set()) for x in _nodes_inside(node)]
+            if changed := set(map(_storage, _written_by(node))).union(*inside):
+                self.writes[node] = changed
 
     def changes_what_a_head_read(self) -> bool:
         """Whether hidden states or a weight change after a head: logits that leave are then computed before."""
         return any(
-            self.places[head] < self.places[write] and not changed.isdisjoint(map(_storage, head.all_input_nodes))
+            self.places[head] < self.places[write] and not changed.isdisjoint(_read_by(head))
             for write, changed in self.writes.items()
             for head in self.heads
         )
@@ -94,30 +102,40 @@ class _Graph:
         backward, or gets real logits.
         """
         for loss in self.nodes if self.writes else ():
-            for x in loss.all_input_nodes if is_fused(loss.target) else ():
-                for head in self.heads.intersection(x.users):
-                    if self._changes_between(head, loss, {_storage(x), *map(_storage, self._logits_of(head))}):
+            for read in _read_by(loss) if is_fused(loss.target) else ():
+                for head in self.heads:
+                    if read in _read_by(head) and self._changes_between(head, loss, {read, *self._logits_of(head)}):
                         raise RuntimeError(
                             "deferred logits, their hidden states or their weight are changed in place before a loss "
                             "of these logits, in a compiled graph: change a copy, or compute the loss before"
                         )
 
-    def _logits_of(self, head: Node) -> set[Node]:
-        """Return the logits of a head, and those that steps of them made."""
-        found: set[Node] = set()
-        new = [head]
-        while new:
-            node = new.pop()
-            if node not in found:
-                found.add(node)
-                new.extend(node.users)
-        return {x for x in found if x is head or x.target is MARK}
+    def _logits_of(self, head: Node) -> set[Any]:
+        """Return the storages of the logits of a head, and of those that steps of them made."""
+        reached = logits = {_storage(head)}
+        for node in self.nodes[self.places[head] + 1 :]:
+            if not reached.isdisjoint(_read_by(node)):
+                reached = reached | {_storage(node)}
+                logits = logits | {_storage(node)} if node.target is MARK else logits
+        return logits
 
     def _changes_between(self, first: Node, last: Node, storages: set[Any]) -> bool:
         return any(
             self.places[first] < self.places[write] < self.places[last] and not changed.isdisjoint(storages)
             for write, changed in self.writes.items()
         )
+
+
+def _nodes_inside(node: Node) -> list[Node]:
+    """Return the nodes of the graphs that an operation calls, and of those inside them."""
+    root = node.graph.owning_module
+    held = [getattr(root, str(x.target), None) for x in node.all_input_nodes if x.op == "get_attr"]
+    nodes = [x for body in held if isinstance(body, GraphModule) for x in body.graph.nodes]
+    return [y for x in nodes for y in (*_nodes_inside(x), x)]
+
+
+def _read_by(node: Node) -> set[Any]:
+    return set(map(_storage, node.all_input_nodes))
 
 
 def _storage(node: Node) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
 
 from liger_chunked import DeferredLogits, apply_liger_kernel, attach_head, defer_logits
 from liger_chunked.deferred import traced
@@ -233,7 +235,25 @@ def test_what_no_operator_can_see_raises():
         z.register_hook(lambda g: 3 * g)
         return loss
 
-    for run, message in ((through_a_view, "changed in place before a loss"), (hooked_late, "call it before the loss")):
+    def in_a_checkpoint(x: Tensor, depth: int, of_logits: bool) -> Tensor:
+        hidden = x.sin()
+        z = head(hidden)
+
+        def write(y: Tensor, depth: int) -> Tensor:
+            if depth:
+                return checkpoint(write, y, depth - 1, use_reentrant=False)
+            y[..., :2].mul_(3.0)
+            return y.sum()
+
+        written = write(z if of_logits else hidden, depth)
+        return F.cross_entropy(z.view(-1, V), TARGET.view(-1)) + 0 * written
+
+    changed = "changed in place before a loss"
+    checkpoints = [functools.partial(in_a_checkpoint, depth=n, of_logits=z) for n in (1, 2) for z in (True, False)]
+    for run, message in (
+        (through_a_view, changed), *((run, changed) for run in checkpoints), (hooked_late, "call it before the loss"),
+    ):  # fmt: skip
+        torch._dynamo.reset()
         with pytest.raises((RuntimeError, torch._dynamo.exc.Unsupported), match=message):
             torch.compile(run, fullgraph=True, backend="aot_eager")(x)
 
