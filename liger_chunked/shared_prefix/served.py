@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 import warnings
 import weakref
 from typing import Any, NamedTuple
@@ -164,9 +165,8 @@ def _measured(model: PreTrainedModel, implementation: str) -> Facts:
 
 def _made_from_config(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Return the class of which FSDP and patches derived another: FSDP's makes no new models once it is patched."""
-    return next(
-        c for c in cls.__mro__ if stock_class(c) is c and not any(b.__name__ == "FSDPModule" for b in c.__mro__)
-    )
+    sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    return next(c for c in cls.__mro__ if stock_class(c) is c and not issubclass(c, sharded))
 
 
 _TOLERANCE = 1e-4  # of the hidden states' norm; some models round to float32
