@@ -289,14 +289,20 @@ def breaks_graph(function: Function, reason: str) -> Function:
     return function
 
 
+# Whether what a graph inside another one made, such as that of a checkpoint, may be read outside of it.
+_LETS_VALUES_OUT = release(torch.__version__) >= (2, 13)
+
+
 def at_end_of_trace(function: Callable[[torch.fx.GraphModule], None]) -> bool:
     """Call a function with the graph that Dynamo traces now, when it is complete. Dynamo runs this as it traces.
 
-    The fallback returns False: a head in the graph computes its logits.
+    Returns whether it will, and whether the graph may read what this part of it makes: an older torch loses what a
+    graph inside made. The fallback returns False: a head in the graph computes its logits.
     """
     current = find("torch._dynamo.symbolic_convert.InstructionTranslator.current_tx")
-    functions = None if current is None else getattr(getattr(current(), "output", None), "register_finalizer_fns", None)
-    if functions is None:
+    output = None if current is None else getattr(current(), "output", None)
+    functions = getattr(output, "register_finalizer_fns", None)
+    if functions is None or not (_LETS_VALUES_OUT or len(getattr(output, "tracers", ())) == 1):
         return False
     if function not in functions:
         functions.append(function)

@@ -19,6 +19,7 @@ trace, so that it runs at that moment and swaps the tensor.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from types import FunctionType, SimpleNamespace
@@ -54,7 +55,6 @@ IS_SERVED = HAS_STAND_INS and release(torch.__version__) >= (2, 11)
 class _Made:
     """What the logits of one call share.
 
-    - `n_steps`: how many steps there are
     - `written`: whether the graph changed some of them in place, so that they no longer are what expressions say
     - `fused`: whether an operator computes some of them
     - `logits`: outside of the graph, those that exist, by the number of their step; 0: the call
@@ -63,7 +63,7 @@ class _Made:
     logits: dict[int, Any]
 
     def __init__(self) -> None:
-        self.n_steps, self.written, self.fused = 0, False, False
+        self.written, self.fused = False, False
 
 
 def _autocast(device: str) -> torch.dtype | None:
@@ -243,7 +243,14 @@ def _inplace_at(func: Any) -> int:
     return inplace_at(func)
 
 
-for _constant in (_starts, _key_of, _writes, _reshapes, _inplace_at):
+def _next_number() -> int:
+    """Return a number for a step. Dynamo runs this as it traces: a branch of `torch.cond` may count nothing."""
+    return next(_numbers)
+
+
+_numbers = itertools.count(1)
+
+for _constant in (_next_number, _starts, _key_of, _writes, _reshapes, _inplace_at):
     runs_while_tracing(_constant)
 
 
@@ -275,10 +282,8 @@ def _recorded(key: str, args: Any, kwargs: Any, result: Tensor) -> Any:
     calls = [_call_of(x._expression) for x in logits]
     if any(call.autocast != _autocast(call.hidden.device.type) for call in calls):
         return result
-    made = logits[0]._expression.made
-    made.n_steps += 1
     args = tuple([x._expression if isinstance(x, TracedLogits) else x for x in args])
-    return _traced(result, _Step(made.n_steps, made, key, args, kwargs))
+    return _traced(result, _Step(_next_number(), logits[0]._expression.made, key, args, kwargs))
 
 
 def _is_simple(args: Any) -> bool:
