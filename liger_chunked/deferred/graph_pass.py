@@ -55,7 +55,10 @@ def written_arguments(operator: Any) -> list[tuple[int, str]]:
 
 
 def drop_unread(module: GraphModule) -> None:
-    """Let logits that no operation of a graph reads leave it without values: `TracedLogits._leave` replaces them."""
+    """Let logits that no operation of a graph reads leave it without values: `TracedLogits._leave` replaces them.
+
+    Those of a head in a graph inside leave that graph with values, and so do all that share their memory.
+    """
     graph = _Graph(list(module.graph.nodes))
     graph.check_losses()
     output = graph.nodes[-1]
@@ -63,7 +66,7 @@ def drop_unread(module: GraphModule) -> None:
     leaving = [] if graph.changes_what_a_head_read() else [x for x in results if x.target is MARK]
     read = _ancestors([*(x for x in results if x not in leaving), *graph.writes])
     for z in leaving:
-        if not any(x.target is MARK and x in read for x in _ancestors([z])):
+        if not any(x in read for x in _ancestors([z]) for y in (x, *_nodes_inside(x)) if y.target is MARK):
             with module.graph.inserting_before(output):
                 nothing = module.graph.call_function(torch.empty, (0,), {"device": "meta"})
             output.replace_input_with(z, nothing)

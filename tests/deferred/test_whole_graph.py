@@ -273,6 +273,20 @@ def test_a_head_in_a_checkpoint_and_its_loss_outside():
     torch.testing.assert_close(torch.autograd.grad(loss, x)[0], dx)
 
 
+def test_logits_that_leave_a_checkpoint_share_memory():
+    head, x = made_head()
+    defer_logits(head)
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+        z = checkpoint(lambda x: head(x.sin()), x, use_reentrant=False)
+        return z, z.contiguous()
+
+    z, same = torch.compile(run, fullgraph=True, backend="aot_eager")(x)
+    exact = 2 * z.detach()
+    same.mul_(2)
+    torch.testing.assert_close(z, exact)
+
+
 def test_steps_in_a_branch():
     head, x = made_head()
 
