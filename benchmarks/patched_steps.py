@@ -3,6 +3,11 @@
     python -m benchmarks.patched_steps                              SmolLM2-135M, Qwen2.5-0.5B and Llama-3.2-1B
     python -m benchmarks.patched_steps smollm2-135m:4:256           model:sequences:length
     python -m benchmarks.patched_steps --parts smollm2-135m:4:256   the head and the layers alone as well
+    python -m benchmarks.patched_steps --ranks 2 llama-3.2-1b:4:4096    one rank of two, tensor parallel
+
+With `--ranks` this process is the first rank of several, and the others do not exist: each collective returns at once
+what it finds in its buffer. So the rows are the time of one rank's host and device without communication, and the
+losses mean nothing. The plan is the plain one of `benchmarks/sharded_steps.py`, and all layers are checkpointed.
 
 A step is forward, backward and AdamW in bfloat16 on random tokens, with a learning rate of 0. DPO is written in plain
 PyTorch on the model's logits, without a reference: half of the sequences are chosen, the others rejected. Steps of
@@ -27,11 +32,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from benchmarks import models
+from benchmarks import models, sharded_steps
 from benchmarks.harness import DEVICE, OURS, RESULTS, STOCK, RowsFile, peak_mib, synchronize
 from benchmarks.preference import BETA
 from liger_chunked import apply_liger_kernel
@@ -57,8 +63,15 @@ def layers_alone(model: PreTrainedModel, fused: bool) -> Iterator[None]:
     yield
 
 
+@contextmanager
+def on_dtensors(model: PreTrainedModel, fused: bool) -> Iterator[None]:
+    apply_liger_kernel(model, parallel_linear=False)
+    yield
+
+
 WHOLE = {STOCK: models.nobody, OURS: models.ours}
 PARTS = {STOCK: models.nobody, "head": head_alone, "layers": layers_alone, OURS: models.ours}
+OF_A_RANK = {STOCK: models.nobody, "without parallel_linear": on_dtensors, OURS: models.ours}
 
 
 def sft(model: PreTrainedModel, ids: Tensor) -> Tensor:
@@ -79,12 +92,15 @@ class Contender:
     """A model that trains; `parts()` runs a step and returns the host's seconds of its two passes, and all seconds."""
 
     def __init__(self, name: str, loss: str, ids: Tensor, patched: Any, compiled: str) -> None:
-        self.model = models.build(name, checkpointing=ids.numel() >= CHECKPOINTED)
+        of_a_rank = dist.is_initialized()
+        self.model = models.build(name, checkpointing=of_a_rank or ids.numel() >= CHECKPOINTED)
+        if of_a_rank:
+            sharded_steps.shard_tensors(self.model)
         self.patched = patched(self.model, fused=True)
         self.patched.__enter__()
         for part in {"no": (), "layers": self.model.model.layers, "model": (self.model,)}[compiled]:
             part.compile()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, fused=True)
+        self.optimizer = sharded_steps.optimizer_of(self.model)
         self.loss, self.ids = LOSSES[loss], ids
 
     def parts(self) -> tuple[float, float]:
@@ -101,13 +117,27 @@ class Contender:
         self.patched.__exit__(None, None, None)
 
 
+def be_first_of(ranks: int) -> None:
+    """Join a process group of `ranks`, of which this process is the first and only one."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def gathered(parts: list[Any], mine: Any, group: Any = None) -> None:
+        start, rows, *others = mine  # of a vocabulary's shard
+        parts[:] = [(start + rank * rows, rows, *others) for rank in range(len(parts))]
+
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    dist.all_gather_object = gathered
+
+
 def measure(shape: str, loss: str, compiled: str, contenders: dict[str, Any], turns: int) -> list[dict[str, Any]]:
     name, batch, length = shape.split(":")
     torch.manual_seed(1)
     ids = torch.randint(models.vocabulary(name), (int(batch), int(length)), device=DEVICE)
     torch._dynamo.reset()
     steps = {kind: Contender(name, loss, ids, patched, compiled) for kind, patched in contenders.items()}
-    rows = {kind: {"shape": shape, "loss": loss, "compiled": compiled, "contender": kind} for kind in steps}
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    about = {"shape": shape, "loss": loss, "compiled": compiled, "ranks": ranks}
+    rows = {kind: {**about, "contender": kind} for kind in steps}
     found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in steps}
     for kind, step in steps.items():
         step.parts()
@@ -118,7 +148,8 @@ def measure(shape: str, loss: str, compiled: str, contenders: dict[str, Any], tu
             found[kind].append(step.parts())
     for kind, row in rows.items():
         host, whole = (statistics.median(seconds) * 1e3 for seconds in zip(*found[kind], strict=True))
-        row |= {"ms": round(whole, 2), "host": round(host, 2), "tokens_per_s": round(ids.numel() / whole * 1e3)}
+        tokens_per_s = round(ids.numel() / whole * 1e3 / ranks)  # of a GPU
+        row |= {"ms": round(whole, 2), "host": round(host, 2), "tokens_per_s": tokens_per_s}
         row["of stock"] = round(row["ms"] / rows[STOCK]["ms"], 3)
     for step in steps.values():
         step.close()
@@ -133,16 +164,21 @@ def main() -> Path:
     parser.add_argument("--parts", action="store_true", help="time the head and the layers alone as well")
     parser.add_argument("--losses", nargs="+", default=list(LOSSES), choices=LOSSES)
     parser.add_argument("--compiled", nargs="+", default=["no", "layers"], choices=["no", "layers", "model"])
+    parser.add_argument("--ranks", type=int, default=1, help="time one rank of so many, without communication")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     given = parser.parse_args()
-    kept = RowsFile(given.out, "patched_steps")
+    kept = RowsFile(given.out, "patched_steps" if given.ranks == 1 else "patched_steps_of_a_rank")
+    contenders = PARTS if given.parts else WHOLE
+    if given.ranks > 1:
+        be_first_of(given.ranks)
+        contenders = OF_A_RANK
     end = time.monotonic() + given.seconds
     for shape in given.shapes:
         for compiled in given.compiled:
             for loss in given.losses:
                 if time.monotonic() > end:
                     return kept.path
-                for row in measure(shape, loss, compiled, PARTS if given.parts else WHOLE, given.turns):
+                for row in measure(shape, loss, compiled, contenders, given.turns):
                     kept.add(row)
                     print(row, flush=True)
                 gc.collect()

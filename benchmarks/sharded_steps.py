@@ -146,7 +146,7 @@ def batch(way: str, kind: str, model: str, n: int, length: int) -> tuple[Tensor,
     return ids, target
 
 
-def optimizer_of(trainee: Trainee) -> torch.optim.Optimizer:
+def optimizer_of(trainee: nn.Module) -> torch.optim.Optimizer:
     """Return AdamW, whose groups hold DTensors or plain parameters: one kernel cannot update both."""
     parameters = [p for p in trainee.parameters() if p.requires_grad]
     kinds = [[p for p in parameters if isinstance(p, DTensor) == sharded] for sharded in (True, False)]
