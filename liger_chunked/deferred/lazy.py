@@ -176,7 +176,7 @@ READS_MEMORY = {
     getattr(Tensor, name)
     for name in (
         "numpy __array__ __repr__ __format__ data_ptr untyped_storage storage _typed_storage __reduce_ex__ "
-        "__deepcopy__ __dlpack__ share_memory_ const_data_ptr mutable_data_ptr"
+        "__deepcopy__ __dlpack__ share_memory_ const_data_ptr mutable_data_ptr tolist"
     ).split()
     if hasattr(Tensor, name)
 }

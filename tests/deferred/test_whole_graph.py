@@ -273,6 +273,13 @@ def test_a_head_in_a_checkpoint_and_its_loss_outside():
     torch.testing.assert_close(torch.autograd.grad(loss, x)[0], dx)
 
 
+def test_a_list_of_logits_that_leave():
+    head, x = made_head()
+    exact = head(x).tolist()
+    defer_logits(head)
+    assert torch.compile(lambda x: head(x).tolist(), backend="eager")(x) == exact == torch.Tensor.tolist(head(x))
+
+
 def test_logits_that_leave_a_checkpoint_share_memory():
     head, x = made_head()
     defer_logits(head)
