@@ -49,7 +49,7 @@ CASES = {
     ],
 }
 # TRL's DPO counts the samples that fill up a last batch twice.
-NOT_TRLS = {"DPO": "eval_"}
+NOT_TRLS = {"DPO": ("eval_rewards/", "eval_logps/")}
 
 
 def train(folder: Path, cases: str) -> None:
@@ -58,7 +58,7 @@ def train(folder: Path, cases: str) -> None:
         ours = run(folder, kind, ours=True, evaluate=True, **({} if loss is None else {"loss": loss}))
         if loss is not None and kind in NOT_TRLS:
             for entry in (*stock, *ours):
-                for name in [name for name in entry if NOT_TRLS[kind] in name and name != "eval_loss"]:
+                for name in [name for name in entry if name.startswith(NOT_TRLS[kind])]:
                     entry.pop(name)
         assert_same(ours, stock, common=loss is not None)
     # Both ranks log the same norms, so the optimizer saw the same gradients.
@@ -172,7 +172,7 @@ def split(rank: int, folder: str, cases: str, port: str) -> None:
             stock, ours = logs
             if loss is not None and kind in NOT_TRLS:
                 for entry in (*ours, *stock):
-                    for name in [name for name in entry if NOT_TRLS[kind] in name]:
+                    for name in [name for name in entry if name.startswith(NOT_TRLS[kind])]:
                         entry.pop(name)
             assert_same(ours, stock, common=loss is not None)
     if cases == "common" and not FIRST_DTENSORS:

@@ -220,7 +220,7 @@ def test_logged_clip_ratios(loss_type, level, advantages, empty):
     trainer.loss_override, trainer._metrics = loss, {"train": defaultdict(list)}
     trainer.model, trainer.accelerator = SimpleNamespace(training=True), SimpleNamespace(gather=lambda x: x)
     trainer._log_metrics(Step(value, metrics, batch["target"], None), batch["advantages"])
-    ours = trainer.mode_metrics
+    ours = trainer._liger_metrics
     assert ours.keys() == theirs.keys()
     assert any("clip_ratio" in name for name in ours)
     for name in ours:
@@ -264,8 +264,8 @@ def test_clip_ratios_of_ranks(loss_type, level):
     trainer = trainer_of(lambda x: next(of_calls))
     trainer._log_metrics(steps[1], parts[1]["advantages"])
     _, theirs = trl_grpo(batch, loss_type, 37, importance_level=level, beta=0.1, **bounds)
-    assert trainer.mode_metrics.keys() == theirs.keys()
-    for name, value in trainer.mode_metrics.items():
+    assert trainer._liger_metrics.keys() == theirs.keys()
+    for name, value in trainer._liger_metrics.items():
         assert value == pytest.approx(theirs[name], rel=1e-6), name
 
 
@@ -287,21 +287,3 @@ def test_rloo():
     result, exact = evaluate(ours, batch), evaluate(theirs, batch)
     for name in exact:
         assert relative_error(result[name], exact[name]) < 1e-12, name
-
-
-def test_the_accuracy_of_ranks_is_of_tokens():
-    """Ranks have other numbers of tokens: SFT's `mean_token_accuracy` is the share of all that are right."""
-    from liger_chunked.integrations.trl.losses import SFTMixin
-
-    rights, sent = [[True, True, False, True, False], [True]], []
-    results = []
-    for gather in (lambda x: sent.append(x) or x, lambda x: torch.cat(sent)):
-        for right in rights:
-            trainer = object.__new__(SFTMixin)
-            trainer._metrics, trainer.model = {"train": defaultdict(list)}, SimpleNamespace(training=True)
-            trainer.accelerator = SimpleNamespace(gather_for_metrics=gather)
-            target = torch.tensor([[1] * len(right) + [-100] * 7])
-            is_top1 = torch.tensor([right + [False] * 7])
-            trainer.log_token_mean("mean_token_accuracy", is_top1, target)
-            results += trainer.mode_metrics["mean_token_accuracy"]
-    assert results == pytest.approx([3 / 5, 1.0, 4 / 6, 4 / 6])

@@ -301,10 +301,10 @@ def test_metrics_of_several_ranks() -> None:
 
         loss = SimpleNamespace(logged_metrics=lambda metrics: {"own": metrics})
         accelerator = SimpleNamespace(device="cpu", gather_for_metrics=gather_for_metrics)
-        rank: Any = SimpleNamespace(loss_override=loss, accelerator=accelerator, mode_metrics={"own": []})
+        rank: Any = SimpleNamespace(loss_override=loss, accelerator=accelerator, _liger_metrics={"own": []})
         for x in ranks:
             LossMixin.log_own_metrics(rank, torch.inf if x is None else x, of_nothing=x is None)
-        return rank.mode_metrics["own"][-1]  # of the last one, which sees all
+        return rank._liger_metrics["own"][-1]  # of the last one, which sees all
 
     assert logged(1.0, None, 3.0) == logged(None, 2.0) == 2
     assert math.isnan(logged(None, None))

@@ -108,6 +108,10 @@ class Heads:
         self.set([model])
         self._update(model)
 
+    def settings_of(self, model: nn.Module) -> HeadSettings:
+        """Return the settings of a model's head, maybe wrapped."""
+        return self._settings.get(inner_model(model), self.plain)
+
     def _holds(self, model: PreTrainedModel) -> bool:
         newest, state = _NEWEST.get(model), vars(model).get(STATE)
         return newest is not None and newest() is self and state is not None and state.rewrite is not None
@@ -126,7 +130,7 @@ class Heads:
         self._update(model)
 
     def _update(self, model: PreTrainedModel) -> None:
-        settings = self._settings.get(model, self.plain)
+        settings = self.settings_of(model)
         rewrite = functools.partial(_rewritten, settings)
         update(model, head_fn=True, rewrite=rewrite, logits_budget=settings.logits_budget, always=True)
 

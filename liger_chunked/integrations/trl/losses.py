@@ -1,7 +1,7 @@
 """`loss=` of the trainers: a loss of this library, or a user's, in place of TRL's.
 
 The loss runs as the `head_fn` of the model's own forward, where wrappers have gathered the head. A trainer's mixin says
-which tensors of a batch the loss gets, and what is logged.
+which tensors of a batch the loss gets. TRL's own method prepares the model's inputs, and logs: see `PolicyWithLoss`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trl.trainer.utils import use_adapter
 from liger_chunked.calls import altered
 from liger_chunked.integrations.transformers import HeadInput
 from liger_chunked.integrations.transformers.head_input import fitted, with_transform
-from liger_chunked.integrations.trl.heads import head_stats
+from liger_chunked.integrations.trl.heads import HeadSettings, fused_output
 from liger_chunked.integrations.trl.patch import ServedTrainer, checked_share_prefix, config_in, constructing
 from liger_chunked.losses import (
     LigerFusedLinearCrossEntropyLoss,
@@ -40,14 +40,14 @@ class Step(NamedTuple):
     """What a loss gave inside a model's forward.
 
     - `target` (B, T): the labels that the loss read
-    - `logged`: the `TokenStats` that were asked for the log, or None
+    - `output`: TRL's `FusedCausalLMOutput`, if it was asked for the log
     """
 
     loss: Tensor
     metrics: Any
     target: Tensor
     aux_loss: Tensor | None
-    logged: Any = None
+    output: Any = None
 
 
 def loss_step(
@@ -57,7 +57,7 @@ def loss_step(
     labels: Tensor | None,
     *,
     length: int | None = None,
-    logged: tuple[str, ...] = (),
+    logged: HeadSettings | None = None,
     **arguments: Any,
 ) -> Step:
     """Run `model` with `loss` as its head, at the model's logits transform.
@@ -66,7 +66,7 @@ def loss_step(
         inputs: of the model's forward.
         labels: (B, T), unshifted.
         length: how many of the last positions that predict the loss gets. None: all.
-        logged: fields of `TokenStats`, which a second projection computes without a gradient, for the log.
+        logged: a head of TRL's, which a second projection computes without a gradient, for the log.
         **arguments: of the loss.
     """
 
@@ -76,13 +76,11 @@ def loss_step(
         own = fitted(loss, input.options)
         result = own(head.weight, hidden_states, target=target, bias=head.bias, **arguments)
         value, metrics = result if isinstance(result, tuple) else (result, None)
-        stats = None
-        if logged:
-            own_input = dataclasses.replace(input, hidden_states=hidden_states, shift_labels=target)
-            options = {name: getattr(own.options, name) for name in ("temperature", "logits_budget", "logits_dtype")}
+        output = None
+        if logged is not None:
             with torch.no_grad():
-                stats = head_stats(head, own_input, logged, **options)
-        return Step(value, metrics, target, input.aux_loss, stats)
+                output = fused_output(head, input, settings=logged)
+        return Step(value, metrics, target, input.aux_loss, output)
 
     step: Step = model(**inputs, labels=labels, head_fn=run)
     return step
@@ -229,60 +227,14 @@ class LossMixin(ServedTrainer):
     def _check_made(self) -> None:
         """Raise ValueError for a loss that the trainer, which is made, cannot serve."""
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: int | Tensor | None = None,
-    ) -> Any:
-        if self.loss_override is None:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        with self.heads_set():
-            value, model_inputs = self._compute_own_loss(model, inputs, num_items_in_batch)
-            if not return_outputs:
-                return value
-            with torch.no_grad():
-                return value, model(**model_inputs)
-
-    def _compute_own_loss(
-        self, model: nn.Module, inputs: dict[str, Any], num_items: int | Tensor | None
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """Return the loss of a batch, and the arguments of the model's forward. Metrics are logged."""
-        raise NotImplementedError
-
     @property
-    def mode_metrics(self) -> dict[str, list[float]]:
-        metrics = getattr(self, "_metrics", None)  # of TRL, which logs them; a release without it logs none
+    def _liger_metrics(self) -> dict[str, list[float]]:
+        """The metrics of TRL's next log; a release without them logs none."""
+        metrics = getattr(self, "_metrics", None)
         return defaultdict(list) if metrics is None else metrics["train" if self.model.training else "eval"]
 
     def gathered_mean(self, value: Tensor) -> float:
         return self.accelerator.gather_for_metrics(value.detach()).mean().item()
-
-    def global_mean(
-        self,
-        mean: Tensor,
-        count: Tensor,
-        *,
-        with_repeated: bool = False,
-        others: Tensor | float = 0.0,
-        total: Tensor | None = None,
-    ) -> float:
-        """Average the ranks' means, weighted by `count`; by default without repeated samples.
-
-        Args:
-            others: the sum of the values that `mean` leaves out.
-            total: how many values there are with these. None: `count`.
-        """
-        gather = self.accelerator.gather if with_repeated else self.accelerator.gather_for_metrics
-        values = mean.detach() * count + others
-        sums = gather(torch.stack([values, (count if total is None else total).to(mean.dtype)])[None]).sum(0)
-        return (sums[0] / sums[1].clamp(min=1)).item()
-
-    def log_token_mean(self, name: str, values: Tensor, target: Tensor) -> None:
-        """Log the mean of `values` (B, T), 0 at ignored tokens, over the tokens of `target` (B, T) on all ranks."""
-        n_tokens = (target != -100).sum()
-        self.mode_metrics[name].append(self.global_mean(values.sum() / n_tokens.clamp(min=1), n_tokens))
 
     def log_own_metrics(self, metrics: Any, *, of_nothing: bool | None = None) -> None:
         """Log what the loss given as `loss` adds, see `logged_metrics`.
@@ -301,29 +253,88 @@ class LossMixin(ServedTrainer):
                 pair = torch.stack([value, torch.full_like(value, not of_nothing)])
                 total, n_ranks = self.accelerator.gather_for_metrics(pair[None]).sum(0)
                 mean = (total / n_ranks).item()
-            self.mode_metrics[name].append(mean)
+            self._liger_metrics[name].append(mean)
 
-    @property
-    def _aux_inputs(self) -> dict[str, bool]:
-        return {"output_router_logits": True} if self.aux_loss_enabled else {}
+    def _with_aux_loss(self, step: Step, value: Tensor, steps: int = 1) -> Tensor:
+        """Add the weighted router loss, averaged over `steps` micro-batches, to a loss."""
+        return value if step.aux_loss is None else value + self.router_aux_loss_coef * step.aux_loss / steps
 
-    def _with_aux_loss(self, value: Tensor, aux_loss: Tensor | None, *, accumulates: bool = False) -> Tensor:
-        """Add and log `aux_loss`; `accumulates`: averaged over micro-batches."""
-        if aux_loss is None:
-            return value
-        self.mode_metrics["aux_loss"].append(self.gathered_mean(aux_loss))
-        steps = self.current_gradient_accumulation_steps if accumulates else 1
-        return value + self.router_aux_loss_coef * aux_loss / steps
 
-    def _log_n_tokens(self, inputs: dict[str, Any]) -> None:
-        if not hasattr(self, "_total_train_tokens"):
-            return
-        if self.model.training:
-            tokens = inputs["attention_mask"].sum() if "attention_mask" in inputs else inputs["position_ids"].size(1)
-            tokens = torch.as_tensor(tokens, device=self.accelerator.device)
-            n_tokens = self.accelerator.gather_for_metrics(tokens).sum().item()
-            self._total_train_tokens += n_tokens // getattr(self.accelerator.parallelism_config, "tp_size", 1)
-        self.mode_metrics["num_tokens"] = [self._total_train_tokens]
+@contextmanager
+def lent(x: Any, **attributes: Any) -> Iterator[None]:
+    """Set attributes of an object for the time of a block."""
+    before = {name: getattr(x, name) for name in attributes}
+    for name, value in attributes.items():
+        setattr(x, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(x, name, value)
+
+
+class PolicyWithLoss:
+    """The policy as TRL's `compute_loss` gets it, so that TRL's own code prepares its inputs and logs.
+
+    TRL's call with `fused_lm_head=True` runs a loss in the policy's forward. TRL gets its statistics of the same head
+    without a gradient, and logs from them; the loss that it computes of them is not used.
+
+    Args:
+        model: the policy.
+        loss: runs at TRL's arguments of the call.
+        logged: the head of TRL's call.
+        arguments: of `loss_step`, beside these.
+    """
+
+    def __init__(self, model: nn.Module, loss: Any, logged: HeadSettings, arguments: dict[str, Any]) -> None:
+        self.model, self.loss, self.arguments = model, loss, arguments
+        self.logged = dataclasses.replace(logged, temperature=loss.options.temperature)
+
+    def __call__(self, *, fused_lm_head: bool = False, labels: Tensor | None = None, **inputs: Any) -> Any:
+        if not fused_lm_head:  # for `compute_metrics`
+            return self.model(**inputs)
+        self.step = loss_step(self.model, self.loss, inputs, labels, logged=self.logged, **self.arguments)
+        output = self.step.output
+        if getattr(self.loss, "average_log_prob", False):  # TRL sums
+            output.log_probs /= output.label_mask.sum(-1, keepdim=True).clamp(min=1)
+        return output
+
+
+class LoggedByTRL(LossMixin):
+    """Trainers whose `compute_loss` of TRL's runs with `loss=` too, and logs: SFT, DPO and KTO."""
+
+    # What TRL's method reads of the trainer in the meantime.
+    lent_attributes: ClassVar[Mapping[str, Any]] = {}
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: int | Tensor | None = None,
+    ) -> Any:
+        if self.loss_override is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        inputs = dict(inputs)
+        with self.heads_set():
+            arguments = self._loss_arguments(model, inputs, num_items_in_batch)
+            policy: Any = PolicyWithLoss(model, self.loss_override, self._liger_heads.settings_of(model), arguments)
+            with lent(self, **self.lent_attributes):
+                result = super().compute_loss(policy, inputs, return_outputs, num_items_in_batch)
+        self._log_metrics(policy.step.metrics)
+        self.log_own_metrics(policy.step.metrics)
+        value = self._value(policy.step, num_items_in_batch)
+        return (value, result[1]) if return_outputs else value
+
+    def _loss_arguments(self, model: nn.Module, inputs: dict[str, Any], num_items: Any) -> dict[str, Any]:
+        """Return arguments of `loss_step`, and change a batch to one for TRL's `compute_loss`."""
+        return {"num_items": num_items}
+
+    def _value(self, step: Step, num_items: Any) -> Tensor:
+        return self._with_aux_loss(step, step.loss)
+
+    def _log_metrics(self, metrics: Any) -> None:
+        """Log what TRL's loss has not, and correct what TRL has logged of it."""
 
 
 _MISSING: Any = object()
@@ -342,11 +353,12 @@ def _check_mean(trainer: type, loss: Any) -> None:
         raise ValueError(f"{trainer.__name__} trains on a mean over tokens, got reduction={loss.reduction!r}")
 
 
-class SFTMixin(LossMixin):
+class SFTMixin(LoggedByTRL):
     """See `LigerSFTTrainer`."""
 
     loss_kind = LigerFusedLinearCrossEntropyLoss
     replaced_fields: ClassVar = {"loss_type": None, "label_smoothing_factor": "label_smoothing"}
+    lent_attributes: ClassVar = {"label_smoother": None}  # TRL's reads logits
 
     @classmethod
     def _check_loss(cls, loss: Any) -> None:
@@ -357,28 +369,16 @@ class SFTMixin(LossMixin):
         if self.loss_override is not None and self.compute_loss_func is not None:
             raise ValueError("loss= and compute_loss_func both take the place of TRL's loss: pass one of them")
 
-    def _compute_own_loss(self, model: nn.Module, inputs: dict[str, Any], num_items: Any) -> Any:
-        unlabelled = {name: x for name, x in inputs.items() if name != "labels"}
-        step = loss_step(
-            model,
-            self.loss_override,
-            unlabelled | self._aux_inputs,
-            inputs.get("labels"),
-            num_items=num_items,
-            logged=("entropy", "is_top1"),
-        )
-        self.log_token_mean("entropy", step.logged.entropy, step.target)
-        self.log_token_mean("mean_token_accuracy", step.logged.is_top1, step.target)
-        if step.metrics is not None and step.metrics.z_loss is not None:
-            self.mode_metrics["z_loss"].append(self.gathered_mean(step.metrics.z_loss))
-        self.log_own_metrics(step.metrics)
+    def _value(self, step: Step, num_items: Any) -> Tensor:
         value = step.loss
         # num_items counts all ranks; gradients are averaged.
         if self.args.average_tokens_across_devices and num_items is not None:
             value = value * (self.accelerator.num_processes // self.get_tp_size())
-        value = self._with_aux_loss(value, step.aux_loss, accumulates=num_items is not None)
-        self._log_n_tokens(unlabelled)
-        return value, unlabelled
+        return self._with_aux_loss(step, value, 1 if num_items is None else self.current_gradient_accumulation_steps)
+
+    def _log_metrics(self, metrics: Any) -> None:
+        if metrics is not None and metrics.z_loss is not None:
+            self._liger_metrics["z_loss"].append(self.gathered_mean(metrics.z_loss))
 
 
 SAMPLE_WEIGHT = "sample_weight"  # a column, with the name that scikit-learn and Keras give such weights
@@ -407,14 +407,15 @@ class _WithWeights:
 _NONE: Any = object()
 
 
-class ReferenceMixin(LossMixin):
+class ReferenceMixin(LoggedByTRL):
     """Trainers whose loss compares with a reference: DPO and KTO.
 
     With `loss=`, the column "sample_weight" of a data set, one number for an example, is the loss's `example_weights`.
     """
 
+    # The columns of a batch with the reference's sums, one for each part of it. TRL reads precomputed ones.
     ref_columns: ClassVar[tuple[str, ...]]
-    logged_stats: ClassVar[tuple[str, ...]] = ("entropy",)
+    lent_attributes: ClassVar = {"precompute_ref_logps": True}
     # Of transformers' trainer.
     data_collator: Any
     _signature_columns: Any
@@ -486,38 +487,31 @@ class ReferenceMixin(LossMixin):
     def ref_model(self, model: Any) -> None:
         self._ref_model = None if model is _NONE else model
 
-    def _compute_own_loss(self, model: nn.Module, inputs: dict[str, Any], num_items: Any) -> Any:
-        loss, inputs = self.loss_override, dict(inputs)
+    def _check_made(self) -> None:
+        if self.loss_override is not None:
+            self.beta = self.loss_override.beta  # the scale of logged rewards
+
+    def _loss_arguments(self, model: nn.Module, inputs: dict[str, Any], num_items: Any) -> dict[str, Any]:
         weights = inputs.pop(SAMPLE_WEIGHT, None)
+        labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
+        arguments: dict[str, Any] = {"length": labels.shape[1] - 1}
+        if weights is not None:
+            arguments["example_weights"] = torch.as_tensor(weights, device=labels.device)
+        sums = torch.zeros(len(labels), device=labels.device)
+        if self.loss_override.use_ref_model is not False:
+            arguments["ref_logps"] = ref_logps = self._ref_logps(inputs, labels)
+            sums = ref_logps if ref_logps.ndim == 1 else self._of_sequences(ref_logps.sum(-1), labels)
+        inputs |= dict(zip(self.ref_columns, sums.chunk(len(self.ref_columns)), strict=True))
+        return arguments
+
+    def _ref_logps(self, inputs: dict[str, Any], labels: Tensor) -> Tensor:
+        """Return (B, T - 1), one per label, or (B,) if precomputed."""
+        if self.precompute_ref_logps:
+            return self._of_sequences(torch.cat([inputs[name] for name in self.ref_columns]), labels)
         others = ("completion_mask", "label")
         model_inputs = {
             name: x for name, x in inputs.items() if name not in others and not name.startswith(("ref_", "KL_"))
         }
-        labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
-        arguments = self._loss_arguments(model, inputs)
-        if weights is not None:
-            arguments["example_weights"] = torch.as_tensor(weights, device=labels.device)
-        if loss.use_ref_model is not False:
-            arguments["ref_logps"] = self._ref_logps(model_inputs, inputs, labels)
-        arguments |= {"logged": self.logged_stats, "length": labels.shape[1] - 1}
-        step = loss_step(model, loss, model_inputs | self._aux_inputs, labels, **arguments)
-        self.log_token_mean("entropy", step.logged.entropy, step.target)
-        self._log_metrics(step)
-        self.log_own_metrics(step.metrics)
-        self._log_n_tokens(model_inputs)
-        return self._with_aux_loss(step.loss, step.aux_loss), model_inputs
-
-    def _loss_arguments(self, model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
-        return {}
-
-    def _log_metrics(self, step: Step) -> None:
-        raise NotImplementedError
-
-    def _ref_logps(self, model_inputs: dict[str, Any], inputs: dict[str, Any], labels: Tensor) -> Tensor:
-        """Return (B, T - 1), one per label, or (B,) if precomputed."""
-        if self.precompute_ref_logps:
-            sums = torch.cat([inputs[name] for name in self.ref_columns])
-            return self._of_sequences(sums, inputs["completion_mask"])
         with self._reference() as reference:
             logps: Tensor = reference(**model_inputs, labels=labels, fused_lm_head=True).log_probs
         return logps[:, 1 - labels.shape[1] :]
@@ -533,8 +527,10 @@ class ReferenceMixin(LossMixin):
             with use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None):
                 yield self.model
 
-    def _of_sequences(self, sums: Tensor, mask: Tensor) -> Tensor:
-        return sums / mask[:, 1:].sum(-1).clamp(min=1) if self.loss_override.average_log_prob else sums
+    def _of_sequences(self, sums: Tensor, labels: Tensor) -> Tensor:
+        """Return sums over sequences (B,), or the means of their tokens if the loss compares those."""
+        n_tokens = (labels[:, 1:] != -100).sum(-1).clamp(min=1)
+        return sums / n_tokens if self.loss_override.average_log_prob else sums
 
 
 class DPOMixin(ReferenceMixin):
@@ -553,10 +549,12 @@ class DPOMixin(ReferenceMixin):
         "use_weighting": "use_weighting",
     }
     ref_columns = ("ref_chosen_logps", "ref_rejected_logps")
-    logged_stats = ("entropy", "is_top1")
 
-    def _log_metrics(self, step: Step) -> None:
-        metrics, logs = step.metrics, self.mode_metrics
+    def _log_metrics(self, metrics: Any) -> None:
+        logs = self._liger_metrics
+        if self.loss_override.compute_nll_loss:
+            logs["nll_loss"].append(self.gathered_mean(metrics.nll_loss))
+        # TRL computes these of its own loss.
         for name, value in {
             "rewards/chosen": metrics.chosen_rewards,
             "rewards/rejected": metrics.rejected_rewards,
@@ -564,14 +562,8 @@ class DPOMixin(ReferenceMixin):
             "rewards/margins": metrics.reward_margins,
             "logps/chosen": metrics.chosen_logps,
             "logps/rejected": metrics.rejected_logps,
-            **({"nll_loss": metrics.nll_loss} if self.loss_override.compute_nll_loss else {}),
         }.items():
-            logs[name].append(self.gathered_mean(value))
-        chosen, rejected = (step.target != -100).sum(-1).view(2, -1).sum(-1)
-        logs["logits/chosen"].append(self.global_mean(metrics.chosen_logits_mean, chosen))
-        logs["logits/rejected"].append(self.global_mean(metrics.rejected_logits_mean, rejected))
-        n = len(step.target) // 2
-        self.log_token_mean("mean_token_accuracy", step.logged.is_top1[:n], step.target[:n])
+            logs[name][-1] = self.gathered_mean(value)
 
 
 class KTOMixin(ReferenceMixin):
@@ -586,6 +578,7 @@ class KTOMixin(ReferenceMixin):
     ref_columns = ("ref_logps",)
 
     def _check_made(self) -> None:
+        super()._check_made()
         loss = self.loss_override
         if loss is not None and loss.reference_point == "kl" and not self.calculate_KL:
             raise ValueError(
@@ -601,41 +594,34 @@ class KTOMixin(ReferenceMixin):
                 f"{type(loss).__name__} asks for the reference point 'delta'; {cls.__name__} estimates none"
             )
 
-    def _loss_arguments(self, model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+    def _loss_arguments(self, model: nn.Module, inputs: dict[str, Any], num_items: Any) -> dict[str, Any]:
         desirable = torch.as_tensor(inputs["label"], dtype=torch.bool, device=self.accelerator.device)
-        kl = self._kl(model, inputs) if self.loss_override.reference_point == "kl" else None
-        return {"preference_labels": desirable, "kl": kl}
+        ratios, kl = torch.zeros(len(desirable), device=desirable.device), None
+        if self.loss_override.reference_point == "kl":
+            ratios = self._kl_ratios(model, inputs)
+            kl = self.accelerator.gather_for_metrics(ratios.mean()).mean()
+        arguments = super()._loss_arguments(model, inputs, num_items)
+        # TRL logs the mean of their difference.
+        inputs |= {"KL_logratios": ratios, "ref_KL_logps": torch.zeros_like(ratios)}
+        return {**arguments, "preference_labels": desirable, "kl": kl}
 
     @torch.no_grad()
-    def _kl(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        logps = self._compute_kl_logps(model, inputs)
-        if self.loss_override.use_ref_model is False:
-            reference = torch.zeros_like(logps)
-        elif self.precompute_ref_logps:
-            reference = inputs["ref_KL_logps"]
-        else:
-            with self._reference() as reference_model:
-                reference = self._compute_kl_logps(reference_model, inputs)
-        kl = self._of_sequences(logps - reference, inputs["KL_completion_mask"]).mean()
-        return self.accelerator.gather_for_metrics(kl).mean()
+    def _kl_ratios(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        """Return (B,) log-ratios of the policy to the reference on mismatched completions."""
+        ratios = self._compute_kl_logps(model, inputs)
+        if self.loss_override.use_ref_model is not False:
+            if self.precompute_ref_logps:
+                ratios = ratios - inputs["ref_KL_logps"]
+            else:
+                with self._reference() as reference:
+                    ratios = ratios - self._compute_kl_logps(reference, inputs)
+        labels = inputs["KL_input_ids"].masked_fill(inputs["KL_completion_mask"] == 0, -100)
+        return self._of_sequences(ratios, labels)
 
-    def _log_metrics(self, step: Step) -> None:
-        logs, metrics = self.mode_metrics, step.metrics
-        sides = []
-        for side in ("chosen", "rejected"):
-            count, tokens = getattr(metrics, f"{side}_count"), getattr(metrics, f"{side}_tokens")
-            if self.accelerator.gather_for_metrics(count).sum().item():
-                sides.append(side)
-                for name, field, items in (
-                    ("rewards", "rewards", count),
-                    ("logps", "logps", count),
-                    ("logits", "logits_mean", tokens),
-                ):
-                    logs[f"{name}/{side}"].append(self.global_mean(getattr(metrics, f"{side}_{field}"), items))
-        if len(sides) == 2:
-            logs["rewards/margins"].append(logs["rewards/chosen"][-1] - logs["rewards/rejected"][-1])
-        if self.loss_override.reference_point == "kl":
-            logs["kl"].append(metrics.reference_point.item())
+    def _compute_kl_logps(self, model: Any, batch: dict[str, Any]) -> Any:
+        if isinstance(model, PolicyWithLoss):
+            return batch["KL_logratios"]
+        return super()._compute_kl_logps(model, batch)
 
 
 class DistillationMixin(LossMixin):
@@ -650,22 +636,16 @@ class DistillationMixin(LossMixin):
         super()._check_loss(loss)
         _check_mean(cls, loss)
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: int | Tensor | None = None,
-    ) -> Any:
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if self.loss_override is None and self._overridden() is not None:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        with self.heads_set():
-            value, _ = self._compute_own_loss(model, inputs, num_items_in_batch)
-        return (value, None) if return_outputs else value
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        with lent(self, _forward_redirection=_called_outside):
+            return super().compute_loss(model, inputs, *args, **kwargs)
 
-    def _compute_own_loss(self, model: nn.Module, inputs: dict[str, Any], num_items: Any) -> Any:
-        if self.model.training and inputs.get("num_items_in_batch") is not None:  # TRL's count, of the generated tokens
-            num_items = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
+    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any], num_items: Any) -> Any:
+        """Return the loss, and the sum of the entropies and the number of tokens, of which TRL logs the mean."""
+        if self._forward_redirection is not _called_outside:
+            return super()._compute_loss(model, inputs, num_items)
         own = self.loss_override
         loss = own or LigerFusedLinearJSDLoss(
             beta=self.beta,
@@ -674,16 +654,22 @@ class DistillationMixin(LossMixin):
             weight_soft_loss=1.0,
             logits_budget=self._liger_heads.plain.logits_budget,
         )
-        model_inputs, labels = rollout_inputs(inputs)
-        arguments: Any = {"num_items": num_items, "logged": ("entropy",)}
-        step = step_inside_teacher(model, self.teacher_model, loss, model_inputs, labels, **arguments)
-        self.log_token_mean("entropy", step.logged.entropy, step.target)
+        logged = dataclasses.replace(
+            self._liger_heads.plain, outputs=("log_probs", "entropy"), temperature=loss.options.temperature
+        )
+        arguments: Any = {"num_items": num_items, "logged": logged}
+        step = step_inside_teacher(model, self.teacher_model, loss, *rollout_inputs(inputs), **arguments)
         if own is not None:
-            self.mode_metrics["soft_loss"].append(step.metrics.soft_loss.item())
+            self._liger_metrics["soft_loss"].append(step.metrics.soft_loss.item())
             if own.weight_hard_loss:
-                self.mode_metrics["hard_loss"].append(step.metrics.hard_loss.item())
+                self._liger_metrics["hard_loss"].append(step.metrics.hard_loss.item())
             self.log_own_metrics(step.metrics)
-        return step.loss, model_inputs
+        return step.loss, step.output.entropy.sum(), step.output.label_mask.sum()
+
+
+def _called_outside(model: nn.Module, student: nn.Module, method: Any, *args: Any) -> Any:
+    """Call TRL's method of a student with the wrapped model, and outside of its forward, which the method runs."""
+    return method(model, *args[1:])
 
 
 def step_inside_teacher(

@@ -92,9 +92,13 @@ class GRPOMixin(RolloutsMixin):
             config.beta = loss.beta  # TRL's has another purpose, to keep a reference
         super()._check_config(loss, config)
 
-    def _compute_own_loss(self, model: nn.Module, inputs: dict[str, Any], num_items: Any) -> Any:
+    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
         loss = self.loss_override
+        if loss is None:
+            return super()._compute_loss(model, inputs)
         model_inputs, labels = rollout_inputs(inputs)
+        if self.aux_loss_enabled:
+            model_inputs["output_router_logits"] = True
         batch, length = self._batch, inputs["completion_ids"].shape[1]
         kept, part = batch.kept, batch.part
         of_tokens = {
@@ -128,13 +132,15 @@ class GRPOMixin(RolloutsMixin):
             arguments["kept"] = kept
         own = fitted(loss, LogitOptions(temperature=self.temperature), ("temperature",))
         with self.accelerator.autocast():
-            step = loss_step(model, own, model_inputs | self._aux_inputs, labels, length=length, **arguments)
+            step = loss_step(model, own, model_inputs, labels, length=length, **arguments)
         self._log_metrics(step, inputs["advantages"])
         self.log_own_metrics(step.metrics, of_nothing=batch.n_live == 0)
         value = step.loss if counts_items else step.loss / window
         if part is not None and not counts_items:
             value = value * self._share(step)
-        return self._with_aux_loss(value, step.aux_loss, accumulates=training), model_inputs
+        if step.aux_loss is not None:
+            self._liger_metrics["aux_loss"].append(self.gathered_mean(step.aux_loss))
+        return self._with_aux_loss(step, value, window)
 
     def _share(self, step: Step) -> float | Tensor:
         """Return the loss's denominator, of the part that was computed, over that of the whole batch."""
@@ -198,14 +204,11 @@ class GRPOMixin(RolloutsMixin):
                 value = extreme(of_ranks, -1 if over == "min" else 1).item()
             else:
                 by_sequence = over == "ratio" and per_sequence
-                value = self.global_mean(
-                    metric,
-                    sequences if by_sequence else tokens,
-                    with_repeated=True,
-                    others=unseen if field == "entropy" else 0.0,
-                    total=all_sequences if by_sequence else all_tokens,
-                )
-            self.mode_metrics[name].append(value)
+                n, n_all = (sequences, all_sequences) if by_sequence else (tokens, all_tokens)
+                total = metric.detach() * n + (unseen if field == "entropy" else 0.0)
+                sums = self.accelerator.gather(torch.stack([total, n_all.to(metric.dtype)])[None]).sum(0)
+                value = (sums[0] / sums[1].clamp(min=1)).item()
+            self._liger_metrics[name].append(value)
 
 
 class RLOOMixin(RolloutsMixin):

@@ -238,12 +238,12 @@ class RolloutsMixin(LossMixin):
             value = super().compute_loss(model, inputs, *args, **kwargs)
         if live is not None and not logs:
             for name in _OF_ALL_TOKENS:
-                values = self.mode_metrics.get(name)
+                values = self._liger_metrics.get(name)
                 # NaN on every rank if one skipped sequences.
                 if values and math.isnan(values[-1]):
                     values.pop()
                 if not values:
-                    self.mode_metrics.pop(name, None)
+                    self._liger_metrics.pop(name, None)
         return value
 
     @contextmanager
