@@ -32,7 +32,8 @@ from liger_chunked import (
     LigerFusedLinearDPOLoss,
     LigerFusedLinearJSDLoss,
 )
-from liger_chunked.integrations.trl.losses import loss_step, step_inside_teacher
+from liger_chunked.integrations.trl.losses import loss_step
+from liger_chunked.integrations.trl.stand_ins import distilled
 
 WORLD = 2
 # A replaced head, a trainer whose TRL version builds logits, gradients in forward; then two nested models.
@@ -85,7 +86,10 @@ def losses(model: nn.Module, teacher: nn.Module, ids: Tensor) -> Iterator[Tensor
     inputs = {"input_ids": ids}
     yield model(**inputs, labels=ids, fused_lm_head=True).loss
     yield loss_step(model, LigerFusedLinearDPOLoss(use_ref_model=False, logits_budget=2 * 4 * 300), inputs, ids).loss
-    yield step_inside_teacher(model, teacher, LigerFusedLinearJSDLoss(logits_budget=2 * 4 * 300), inputs, ids).loss
+    with torch.no_grad():
+        teacher_logits = teacher(**inputs).logits
+    logits, target = model(**inputs).logits, nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
+    yield distilled(LigerFusedLinearJSDLoss(logits_budget=2 * 4 * 300), logits, teacher_logits, target)[0]
 
 
 def shard(rank: int) -> None:

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
-from liger_chunked.calls import altered
 from liger_chunked.integrations.transformers import HeadInput
-from liger_chunked.integrations.transformers.head_input import fitted, with_transform
+from liger_chunked.integrations.transformers.head_input import fitted
 from liger_chunked.integrations.trl.heads import HeadSettings, fused_output
 from liger_chunked.integrations.trl.patch import ServedTrainer, checked_share_prefix, config_in, constructing
+from liger_chunked.integrations.trl.stand_ins import distilled, statistics
 from liger_chunked.losses import (
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDistillationBase,
@@ -31,7 +31,7 @@ from liger_chunked.losses import (
     LigerFusedLinearPreferenceBase,
     LigerFusedLinearUnpairedPreferenceBase,
 )
-from liger_chunked.types import Head, LogitOptions, budget_bytes, described
+from liger_chunked.types import Head, budget_bytes, described
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -654,54 +654,24 @@ class DistillationMixin(LossMixin):
             weight_soft_loss=1.0,
             logits_budget=self._liger_heads.plain.logits_budget,
         )
-        logged = dataclasses.replace(
-            self._liger_heads.plain, outputs=("log_probs", "entropy"), temperature=loss.options.temperature
-        )
-        arguments: Any = {"num_items": num_items, "logged": logged}
-        step = step_inside_teacher(model, self.teacher_model, loss, *rollout_inputs(inputs), **arguments)
+        model_inputs, labels = rollout_inputs(inputs)
+        length = inputs["completion_ids"].shape[1]
+        target = labels[:, -length:]
+        self.teacher_model.eval()
+        with torch.no_grad():
+            teacher_logits = self.teacher_model(**model_inputs, use_cache=False).logits[:, -length - 1 : -1]
+        logits = model(**model_inputs, use_cache=False).logits[:, -length - 1 : -1]
+        value, metrics = distilled(loss, logits, teacher_logits, target, num_items=num_items)
+        with torch.no_grad():
+            stats = statistics(logits.detach() / loss.options.temperature, target, "entropy")
         if own is not None:
-            self._liger_metrics["soft_loss"].append(step.metrics.soft_loss.item())
+            self._liger_metrics["soft_loss"].append(metrics.soft_loss.item())
             if own.weight_hard_loss:
-                self._liger_metrics["hard_loss"].append(step.metrics.hard_loss.item())
-            self.log_own_metrics(step.metrics)
-        return step.loss, step.output.entropy.sum(), step.output.label_mask.sum()
+                self._liger_metrics["hard_loss"].append(metrics.hard_loss.item())
+            self.log_own_metrics(metrics)
+        return value, stats.entropy.sum(), (target != -100).sum()
 
 
 def _called_outside(model: nn.Module, student: nn.Module, method: Any, *args: Any) -> Any:
     """Call TRL's method of a student with the wrapped model, and outside of its forward, which the method runs."""
     return method(model, *args[1:])
-
-
-def step_inside_teacher(
-    model: nn.Module,
-    teacher: nn.Module,
-    loss: LigerFusedLinearDistillationBase,
-    inputs: dict[str, Any],
-    labels: Tensor,
-    **arguments: Any,
-) -> Step:
-    """Run `loss_step` inside the forward of a teacher: heads are complete only inside their models' forwards.
-
-    The step has the gradient and autocast modes of this call, so that the student may have another precision than its
-    teacher. Also, models that are copies share the `torch.autocast` of their forwards, and such an object restores the
-    modes that it found last.
-    """
-    device = inputs["input_ids"].device.type
-    modes = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device), torch.is_autocast_cache_enabled()
-    with_gradient = torch.is_grad_enabled()
-    steps: list[Step] = []
-
-    def in_teacher(head: Head, input: HeadInput) -> None:
-        options = loss.teacher_options
-        if options is loss.options:  # the student's may differ
-            options = LogitOptions(temperature=options.temperature)
-        of_pair = altered(loss, teacher_options=with_transform(options, input.options))
-        own: Any = {"teacher_weight": head.weight, "teacher_input": input.hidden_states, "teacher_bias": head.bias}
-        with torch.autocast(device, *modes), torch.set_grad_enabled(with_gradient):
-            # The teacher's hooks would treat a returned loss as its output.
-            steps.append(loss_step(model, of_pair, inputs, labels, **own, **arguments))
-
-    teacher.eval()
-    with torch.no_grad():
-        teacher(**inputs, labels=labels, head_fn=in_teacher)
-    return steps[0]

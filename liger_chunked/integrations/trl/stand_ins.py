@@ -21,8 +21,10 @@ import torch
 from torch import Tensor
 from trl.trainer.base_trainer import _BaseTrainer
 
+from liger_chunked.calls import altered
 from liger_chunked.deferred import DeferredLogits
 from liger_chunked.engine import linear_token_stats
+from liger_chunked.integrations.transformers.head_input import with_transform
 from liger_chunked.losses import LigerFusedLinearJSDLoss
 from liger_chunked.types import LogitOptions, TokenStats
 
@@ -36,9 +38,8 @@ def _budget(z: Any) -> int | None:
     return budget
 
 
-def _statistics(z: Any, index: Tensor, row_mask: Tensor | None, *outputs: str) -> TokenStats:
-    """Return statistics (...) of stand-ins (..., V) at the ids `index` (...), zero where `row_mask` is."""
-    target = index if row_mask is None else index.masked_fill(row_mask == 0, -100)
+def statistics(z: Any, target: Tensor, *outputs: str) -> TokenStats:
+    """Return statistics (...) of stand-ins (..., V) at the ids `target` (...), zero where it is -100."""
     options = z.logit_options()
 
     def run(head: Any, rows: Tensor) -> TokenStats:
@@ -57,6 +58,10 @@ def _statistics(z: Any, index: Tensor, row_mask: Tensor | None, *outputs: str) -
     return stats
 
 
+def _masked(index: Tensor, row_mask: Tensor | None) -> Tensor:
+    return index if row_mask is None else index.masked_fill(row_mask == 0, -100)
+
+
 def _logps(logits: Any, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None) -> Any:
     """Return log-probabilities (...) of stand-ins (..., V) at ids `index` (...); NotImplemented for other tensors.
 
@@ -64,7 +69,7 @@ def _logps(logits: Any, index: Tensor, temperature: float = 1.0, row_mask: Tenso
     """
     if not _are_stand_ins(logits) or index.shape != logits.shape[:-1]:
         return NotImplemented
-    return _statistics(logits / temperature, index, row_mask, "logps").logps
+    return statistics(logits / temperature, _masked(index, row_mask), "logps").logps
 
 
 def _logps_and_entropy(
@@ -76,9 +81,34 @@ def _logps_and_entropy(
 ) -> Any:
     if not _are_stand_ins(logits) or index.shape != logits.shape[:-1]:
         return NotImplemented
-    stats = _statistics(logits / temperature, index, row_mask, "logps", "entropy")
+    stats = statistics(logits / temperature, _masked(index, row_mask), "logps", "entropy")
     assert stats.entropy is not None
     return stats.logps, stats.entropy if entropy_requires_grad else stats.entropy.detach()
+
+
+def distilled(
+    loss: Any, student_logits: Any, teacher_logits: Any, target: Tensor, *, num_items: int | Tensor | None = None
+) -> Any:
+    """Return what a distillation loss returns of two stand-ins (..., V), at their transforms; `target` is (...)."""
+    options = loss.teacher_options
+    if options is loss.options:  # the student's may differ
+        options = LogitOptions(temperature=options.temperature)
+    of_pair = altered(
+        loss,
+        options=with_transform(loss.options, student_logits.logit_options()),
+        teacher_options=with_transform(options, teacher_logits.logit_options()),
+    )
+    with_gradient = torch.is_grad_enabled()
+
+    def in_teacher(teacher_head: Any, teacher_rows: Tensor) -> Any:
+        def in_student(head: Any, rows: Tensor) -> Any:
+            arguments = teacher_head.weight, teacher_rows, target, head.bias, teacher_head.bias
+            return of_pair(head.weight, rows, *arguments, num_items=num_items)
+
+        with torch.set_grad_enabled(with_gradient):  # the teacher ran without
+            return student_logits.run(in_student)
+
+    return teacher_logits.detach().run(in_teacher)
 
 
 def divergence(
@@ -99,16 +129,11 @@ def divergence(
         num_items: divisor of the sum. None: the rows that count.
         reduction: "mean", or "none" for a value for each row.
     """
-    z = student_logits, teacher_logits
-    if not _are_stand_ins(*z):
+    if not _are_stand_ins(student_logits, teacher_logits):
         return NotImplemented
-    student, teacher = (x.logit_options() for x in z)
     loss = LigerFusedLinearJSDLoss(
         beta=beta,
         temperature=temperature,
-        softcap=student.softcap,
-        logit_scale=student.logit_scale,
-        teacher_options=LogitOptions(softcap=teacher.softcap, logit_scale=teacher.logit_scale, temperature=temperature),
         weight_hard_loss=0.0,
         weight_soft_loss=1.0,
         reduction=reduction,
@@ -116,19 +141,7 @@ def divergence(
     )
     target = torch.zeros(student_logits.shape[:-1], dtype=torch.long, device=student_logits.device)
     target = target if labels is None else target.masked_fill(labels == -100, -100)
-    with_gradient = torch.is_grad_enabled()
-
-    def in_teacher(teacher_head: Any, teacher_rows: Tensor) -> Tensor:
-        def in_student(head: Any, rows: Tensor) -> Tensor:
-            arguments = teacher_head.weight, teacher_rows, target, head.bias, teacher_head.bias
-            result: Tensor = loss(head.weight, rows, *arguments, num_items=num_items)[0]
-            return result
-
-        with torch.set_grad_enabled(with_gradient):  # the teacher ran without
-            result: Tensor = student_logits.run(in_student)
-        return result
-
-    return teacher_logits.detach().run(in_teacher)
+    return distilled(loss, student_logits, teacher_logits, target, num_items=num_items)[0]
 
 
 def _self_distillation(student_logits: Any, teacher_logits: Any, *, distillation_alpha: float) -> Any:
