@@ -89,9 +89,8 @@ def test_parameters_that_come_and_go(tmp_path, kind, family, loss):
         names = ["model", *({"ref_model", "teacher_model"} & {*KINDS[kind].needs})]
         models = {name: tiny.model(family, seed=seed) for seed, name in enumerate(names)}
         own: dict[str, Any] = {"callbacks": [Zero3(*models.values())]} if zero3 else {}
-        if loss is None:  # a loss has its own budget
-            own["logits_budget"] = BUDGET
-        return run(tmp_path, kind, ours=True, config=PLAIN, loss=loss, **models, **own)
+        own |= {"logits_budget": BUDGET} if loss is None else {"loss": loss}  # a loss has its own budget
+        return run(tmp_path, kind, ours=True, config=PLAIN, **models, **own)
 
     assert_same(logs(zero3=True), logs(zero3=False))
 

@@ -19,10 +19,11 @@ import functools
 import inspect
 import itertools
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +40,7 @@ from liger_chunked.integrations.transformers.detect import STOCK, head_of, inner
 from liger_chunked.integrations.transformers.forward import STATE, ForwardState, add_keywords
 from liger_chunked.kept_ids import KeptIds
 from liger_chunked.shared_prefix.share import share_pass
-from liger_chunked.types import Head, TokenStats, shown
+from liger_chunked.types import Head, shown
 
 # With the automatic budget, DPO of Qwen2.5-0.5B on 8 x 2048 tokens took 0.55 GiB more than TRL's head on Liger-Kernel's
 # layers.
@@ -72,6 +73,24 @@ _NEWEST: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Heads]] = weakref.Weak
 _SLOTS = ("forward", "_original_forward", "_is_accelerate_prepared")
 
 
+@dataclass
+class _Record:
+    """What is known of a trainer's model, or of the module that wraps it. All but two fields are None between `set`s.
+
+    - `settings`: given to the model by `give`
+    - `before`: why the model was patched before
+    - `theirs`: what others have set on the instance
+    - `ours`: what this trainer left on the instance, for the next `set`
+    - `cast`: the model's head, TRL's forward of it, and the hook in its place
+    """
+
+    settings: HeadSettings | None = None
+    before: ForwardState | None = None
+    theirs: dict[str, Any] | None = None
+    ours: dict[str, Any] | None = None
+    cast: tuple[Any, Any, Any] | None = None
+
+
 class Heads:
     """The heads of one trainer's models.
 
@@ -81,52 +100,43 @@ class Heads:
 
     def __init__(self, plain: HeadSettings) -> None:
         self.plain = plain
-        self._settings: dict[PreTrainedModel, HeadSettings] = {}
-        self._are_set: dict[PreTrainedModel, ForwardState | None] = {}
-        # What others left on each instance, while ours are set; and what this trainer left, while they are not.
-        self._theirs: dict[nn.Module, dict[str, Any]] = {}
-        self._ours: dict[nn.Module, dict[str, Any]] = {}
-        self._casts: dict[nn.Module, tuple[Any, Any]] = {}
+        self._records: defaultdict[nn.Module, _Record] = defaultdict(_Record)
 
     def set(self, models: Iterable[nn.Module]) -> None:
         """Set the heads of models, maybe wrapped (PEFT); those of another trainer come off first."""
         for model in models:
             inner = inner_model(model)
-            if not self._holds(inner):
-                self._set(inner)
+            state = vars(inner).get(STATE)
+            if _newest(inner) is not self or state is None or state.rewrite is None:
+                self._set(inner, state)
                 rebind(model, inner)
             self._set_cast_apart(inner)
             # A trainer of TRL's may have been made since the first call.
             of_trl = any(newer_head(module) is not None for module in {model, inner})
             for module in {model, inner}:
-                if of_trl or module not in self._theirs:
+                if of_trl or self._records[module].theirs is None:
                     self._set_apart(module, of_trl)
 
     def give(self, model: PreTrainedModel, settings: HeadSettings) -> None:
         """Set the head of a model with settings of its own."""
-        self._settings[model] = settings
+        self._records[model].settings = settings
         self.set([model])
         self._update(model)
 
     def settings_of(self, model: nn.Module) -> HeadSettings:
         """Return the settings of a model's head, maybe wrapped."""
-        return self._settings.get(inner_model(model), self.plain)
+        return self._records[inner_model(model)].settings or self.plain
 
-    def _holds(self, model: PreTrainedModel) -> bool:
-        newest, state = _NEWEST.get(model), vars(model).get(STATE)
-        return newest is not None and newest() is self and state is not None and state.rewrite is not None
-
-    def _set(self, model: PreTrainedModel) -> None:
+    def _set(self, model: PreTrainedModel, state: ForwardState | None) -> None:
         check_head(model)
-        newest = _NEWEST.get(model)
-        before = None if newest is None else newest()
+        before = _newest(model)
         if before is not None and before is not self:
             before.take_off()
+            state = vars(model).get(STATE)
         _NEWEST[model] = weakref.ref(self)
-        state = vars(model).get(STATE)
         if state is not None and state.rewrite is not None:  # a copy of a model with a trainer's head
             state = dataclasses.replace(state, **NO_HEAD)
-        self._are_set[model] = state
+        self._records[model].before = state or ForwardState()
         self._update(model)
 
     def _update(self, model: PreTrainedModel) -> None:
@@ -136,15 +146,15 @@ class Heads:
 
     def _set_apart(self, module: nn.Module, of_trl: bool) -> None:
         """Remember what is set on an instance, and take off what a trainer of TRL's left."""
-        state = vars(module)
-        self._theirs[module] = {name: state[name] for name in _SLOTS if name in state}
+        record, state = self._records[module], vars(module)
+        record.theirs = {name: state[name] for name in _SLOTS if name in state}
         if isinstance(module, FSDPModule):  # once for ever, and accelerate's mark says so
             return
-        ours = self._ours.pop(module, None)
-        if ours is not None:
-            for name in self._theirs[module]:
+        if record.ours is not None:
+            for name in record.theirs:
                 del state[name]
-            state.update(ours)
+            state.update(record.ours)
+            record.ours = None
         elif of_trl:
             _clear(module)
 
@@ -154,26 +164,30 @@ class Heads:
         function = vars(head).get("forward")
         if getattr(function, "__module__", "").startswith("trl."):
             del head.forward
-            self._casts[head] = function, head.register_forward_pre_hook(_in_dtype_of_weight)
+            self._records[model].cast = head, function, head.register_forward_pre_hook(_in_dtype_of_weight)
 
     def take_off(self) -> None:
         """Restore the models as they were before `set`."""
-        for model, before in self._are_set.items():
-            was = before or ForwardState()
-            update(model, **{field.name: getattr(was, field.name) for field in dataclasses.fields(was)})
-            if (newest := _NEWEST.get(model)) is not None and newest() is self:
-                del _NEWEST[model]
-        for head, (function, hook) in self._casts.items():
-            hook.remove()
-            vars(head).setdefault("forward", function)
-        for module, theirs in self._theirs.items():
-            state = vars(module)
-            # A newer trainer of TRL's has set its own head meanwhile.
-            if isinstance(module, FSDPModule) or newer_head(module) is not None:
-                continue
-            self._ours[module] = {name: state.pop(name) for name in _SLOTS if name in state}
-            state.update(theirs)
-        self._are_set, self._theirs, self._casts = {}, {}, {}
+        for module, record in self._records.items():
+            state: Any = vars(module)
+            if record.before is not None:
+                update(cast(PreTrainedModel, module), **vars(record.before))
+                if _newest(module) is self:
+                    del _NEWEST[module]
+            if record.cast is not None:
+                head, function, hook = record.cast
+                hook.remove()
+                vars(head).setdefault("forward", function)
+            # A newer trainer of TRL's may have set its own head meanwhile.
+            if record.theirs is not None and not isinstance(module, FSDPModule) and newer_head(module) is None:
+                record.ours = {name: state.pop(name) for name in _SLOTS if name in state}
+                state.update(record.theirs)
+            record.before = record.theirs = record.cast = None
+
+
+def _newest(model: nn.Module) -> Heads | None:
+    reference = _NEWEST.get(model)
+    return None if reference is None else reference()
 
 
 def language_models(values: Iterable[Any]) -> Iterator[nn.Module]:
@@ -233,23 +247,6 @@ def _takes(forward: Any, name: str) -> bool:
     return any(x.name == name or x.kind is x.VAR_KEYWORD for x in parameters)
 
 
-def head_stats(
-    head: Head, input: HeadInput, outputs: tuple[str, ...], *, kept: KeptIds | None = None, **options: Any
-) -> TokenStats:
-    """Return statistics of a head's input at the model's softcap and scale; `options` as `linear_token_stats`."""
-    return linear_token_stats(
-        head.weight,
-        input.hidden_states,
-        input.target,
-        head.bias,
-        outputs=outputs,
-        softcap=input.options.softcap,
-        logit_scale=input.options.logit_scale,
-        kept=kept,
-        **options,
-    )
-
-
 def fused_output(head: Head, input: HeadInput, *, settings: HeadSettings, kept: KeptIds | None = None) -> Any:
     """Return TRL's `FusedCausalLMOutput`: fields (B, T - 1), or (B, T) for `shift_labels`.
 
@@ -261,9 +258,20 @@ def fused_output(head: Head, input: HeadInput, *, settings: HeadSettings, kept: 
         head = Head(head.weight.float(), None if head.bias is None else head.bias.float())
         input = dataclasses.replace(input, hidden_states=input.hidden_states.float())
         autocast = torch.autocast(input.hidden_states.device.type, enabled=False)
-    options = {name: getattr(settings, name) for name in ("temperature", "logits_budget", "logits_dtype")}
     with autocast:
-        stats = head_stats(head, input, statistics_of(settings.outputs), kept=kept, **options)
+        stats = linear_token_stats(
+            head.weight,
+            input.hidden_states,
+            input.target,
+            head.bias,
+            outputs=statistics_of(settings.outputs),
+            softcap=input.options.softcap,
+            logit_scale=input.options.logit_scale,
+            temperature=settings.temperature,
+            logits_budget=settings.logits_budget,
+            logits_dtype=settings.logits_dtype,
+            kept=kept,
+        )
     end = None if input.shift_labels is not None else -1  # TRL drops the last position
     fields = {name: x[:, :end] for name, x in fields_of(stats, settings.outputs).items()}
     label_mask = input.target[:, :end] != -100
