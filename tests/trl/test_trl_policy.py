@@ -206,7 +206,7 @@ def test_vespo_settings(settings):
 def test_logged_clip_ratios(loss_type, level, advantages, empty):
     """Keys and values of the trainer's log are TRL's, also with completions that a mask empties."""
     from liger_chunked.integrations.trl.losses import Step
-    from liger_chunked.integrations.trl.policy import GRPOMixin
+    from liger_chunked.integrations.trl.policy import LigerGRPOTrainer
 
     batch = rollouts(SMALL, seed=20, ref="tokens", advantages=advantages)
     batch["target"][list(empty)] = -100
@@ -216,7 +216,7 @@ def test_logged_clip_ratios(loss_type, level, advantages, empty):
     loss = module(loss_type, **options)
     value, metrics = loss(**batch)
 
-    trainer = object.__new__(GRPOMixin)
+    trainer = object.__new__(LigerGRPOTrainer)
     trainer.loss_override, trainer._metrics = loss, {"train": defaultdict(list)}
     trainer.model, trainer.accelerator = SimpleNamespace(training=True), SimpleNamespace(gather=lambda x: x)
     trainer._log_metrics(Step(value, metrics, batch["target"], None), batch["advantages"])
@@ -236,7 +236,7 @@ def test_logged_clip_ratios(loss_type, level, advantages, empty):
 def test_clip_ratios_of_ranks(loss_type, level):
     """Each rank logs what one process with all sequences would. A rank without tokens adds no extreme."""
     from liger_chunked.integrations.trl.losses import Step
-    from liger_chunked.integrations.trl.policy import GRPOMixin
+    from liger_chunked.integrations.trl.policy import LigerGRPOTrainer
 
     batch = rollouts(SMALL._replace(sequences=12), seed=21, ref="tokens")
     batch["target"][4:8] = -100
@@ -247,7 +247,7 @@ def test_clip_ratios_of_ranks(loss_type, level):
     gathered: list[list[Tensor]] = []
 
     def trainer_of(gather: Any) -> Any:
-        trainer = object.__new__(GRPOMixin)
+        trainer = object.__new__(LigerGRPOTrainer)
         trainer.loss_override, trainer._metrics = loss, {"train": defaultdict(list)}
         trainer.model, trainer.accelerator = SimpleNamespace(training=True), SimpleNamespace(gather=gather)
         return trainer

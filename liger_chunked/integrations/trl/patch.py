@@ -16,7 +16,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -28,7 +28,7 @@ from liger_chunked.deferred.projection import projections_in
 from liger_chunked.integrations.transformers.attach import check_head
 from liger_chunked.integrations.transformers.detect import inner_model
 from liger_chunked.integrations.trl.heads import HEAD_BUDGET, Heads, HeadSettings, language_models
-from liger_chunked.integrations.trl.stand_ins import replaced, swapped, trainer_classes
+from liger_chunked.integrations.trl.stand_ins import lent, replaced, swapped, trainer_classes
 from liger_chunked.shared_prefix.served import ROUTER, why_not_shared
 from liger_chunked.types import budget_bytes, shown
 
@@ -211,15 +211,11 @@ class _UnsupportedAdapter(metaclass=_Unsupported):
 @contextmanager
 def _lora_heads(trainer: type[Any]) -> Iterator[None]:
     """Let a trainer's `__init__` accept LoRA on `lm_head`."""
-    modules = [module for cls in trainer.__mro__ if "BaseTunerLayer" in vars(module := sys.modules[cls.__module__])]
-    theirs: dict[Any, Any] = {module: vars(module)["BaseTunerLayer"] for module in modules}
-    try:
-        for module in theirs:
-            module.BaseTunerLayer = _UnsupportedAdapter
+    with ExitStack() as stack:
+        for module in {sys.modules[cls.__module__] for cls in trainer.__mro__}:
+            if "BaseTunerLayer" in vars(module):
+                stack.enter_context(lent(module, BaseTunerLayer=_UnsupportedAdapter))
         yield
-    finally:
-        for module, of_peft in theirs.items():
-            module.BaseTunerLayer = of_peft
 
 
 class patch_trl:
@@ -255,7 +251,7 @@ class patch_trl:
     """
 
     _active: list[patch_trl] = []  # noqa: RUF012 - of all instances, one entry for each `_apply`
-    _wrapped: dict[type, Any] = {}  # noqa: RUF012
+    _wrapped = ExitStack()  # restores TRL's classes
 
     def __init__(
         self,
@@ -287,7 +283,7 @@ class patch_trl:
                 newest = max(i for i, patch in enumerate(patch_trl._active) if patch is self)
                 del patch_trl._active[newest]
                 if not patch_trl._active:
-                    _unwrap_trainers()
+                    patch_trl._wrapped.close()
 
     def undo(self) -> None:
         """Leave TRL as it was. Trainers that were made before stay served."""
@@ -339,6 +335,7 @@ def _wrap_trainers() -> None:
         _wrap(cls)
 
     _Trainer.__init_subclass__ = classmethod(__init_subclass__)
+    patch_trl._wrapped.callback(delattr, _Trainer, "__init_subclass__")
 
 
 def _wrap(cls: type) -> None:
@@ -357,12 +354,4 @@ def _wrap(cls: type) -> None:
         with constructing(self, args, kwargs, **patch._settings):
             stock(self, *args, **kwargs)
 
-    patch_trl._wrapped[cls] = stock
-    cls.__init__ = __init__  # type: ignore[misc]
-
-
-def _unwrap_trainers() -> None:
-    del _Trainer.__init_subclass__
-    for cls, stock in patch_trl._wrapped.items():
-        cls.__init__ = stock  # type: ignore[misc]
-    patch_trl._wrapped.clear()
+    patch_trl._wrapped.enter_context(lent(cls, __init__=__init__))

@@ -5,6 +5,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from trl.trainer.grpo_trainer import GRPOTrainer
+from trl.trainer.rloo_trainer import RLOOTrainer
 
 from liger_chunked.integrations.transformers.head_input import fitted
 from liger_chunked.integrations.trl.losses import Step, loss_step, rollout_inputs
@@ -33,8 +35,16 @@ _OF_CISPO = {
 }
 
 
-class GRPOMixin(RolloutsMixin):
-    """See `LigerGRPOTrainer`."""
+class LigerGRPOTrainer(RolloutsMixin, GRPOTrainer):
+    """TRL's `GRPOTrainer` with `loss=`, `kept_ids` and `skip_zero_advantage`.
+
+    `loss` is a `LigerFusedLinearPolicyBase`, at the config's `temperature`. For a KL term, set `beta` in the config
+    too, or TRL keeps no reference. For a loss that needs a reference without a KL term, such as A*-PO, set any other
+    `beta` than 0 in the config: only the loss's is read. With TRL's default divisor:
+
+        loss = LigerFusedLinearGRPOLoss(reduction="dapo")
+        LigerGRPOTrainer(model, reward_funcs=reward, train_dataset=prompts, loss=loss)
+    """
 
     loss_kind = LigerFusedLinearPolicyBase
     replaced_fields: ClassVar = {
@@ -211,8 +221,8 @@ class GRPOMixin(RolloutsMixin):
             self._liger_metrics[name].append(value)
 
 
-class RLOOMixin(RolloutsMixin):
-    """See `LigerRLOOTrainer`."""
+class LigerRLOOTrainer(RolloutsMixin, RLOOTrainer):
+    """TRL's `RLOOTrainer` with `kept_ids` and `skip_zero_advantage`; it takes no `loss`."""
 
     def _old_logps(self, inputs: dict[str, Any]) -> Tensor:
         # TRL has one sum a sequence. A first token that is not read belongs to a sequence without tokens, of sum 0.

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import ProcessorMixin
+from transformers import DefaultFlowCallback, IntervalStrategy, ProcessorMixin, TrainerControl
 from trl.models.utils import disable_gradient_checkpointing
 
 from liger_chunked.integrations.transformers.detect import inner_model
@@ -26,6 +25,7 @@ from liger_chunked.integrations.transformers.kept_ids import (
     why_not_recorded,
 )
 from liger_chunked.integrations.trl.losses import MULTIMODAL, LossMixin
+from liger_chunked.integrations.trl.stand_ins import lent
 from liger_chunked.kept_ids import KeptIds
 from liger_chunked.types import shown
 
@@ -211,12 +211,10 @@ class RolloutsMixin(LossMixin):
         return Batch(mask=mask, part=live, skipped=others, n_live=len(rows))
 
     def _logs_after_this_step(self) -> bool:
-        state, args = self.state, self.args
-        step = state.global_step + 1
-        strategy = str(getattr(args.logging_strategy, "value", args.logging_strategy))
-        if strategy == "steps":
-            return step % max(1, state.logging_steps) == 0 or (step == 1 and args.logging_first_step)
-        return strategy == "epoch"  # any step may be an epoch's last
+        state = replace(self.state, global_step=self.state.global_step + 1)
+        control = DefaultFlowCallback().on_step_end(self.args, state, TrainerControl())
+        # Any step may be an epoch's last.
+        return control.should_log or self.args.logging_strategy == IntervalStrategy.EPOCH
 
     def _old_logps(self, inputs: dict[str, Any]) -> Tensor | None:
         """Return the old policy's log-probabilities (B, K); None: those of this policy."""
@@ -230,11 +228,11 @@ class RolloutsMixin(LossMixin):
         logs = live is not None and self._logs_after_this_step()
         batch = Batch(kept)
         if live is not None:
-            with self._running(batch):
+            with lent(self, _batch=batch):
                 logps, entropies = self._of_skipped(model, inputs, live.skipped, logs)
             if live.part is not None:
                 batch = replace(live, kept=kept, logps=logps, entropies=entropies)
-        with self._running(batch):
+        with lent(self, _batch=batch):
             value = super().compute_loss(model, inputs, *args, **kwargs)
         if live is not None and not logs:
             for name in _OF_ALL_TOKENS:
@@ -245,14 +243,6 @@ class RolloutsMixin(LossMixin):
                 if not values:
                     self._liger_metrics.pop(name, None)
         return value
-
-    @contextmanager
-    def _running(self, batch: Batch) -> Iterator[None]:
-        before, self._batch = self._batch, batch
-        try:
-            yield
-        finally:
-            self._batch = before
 
     def _of_skipped(
         self, model: nn.Module, inputs: dict[str, Any], skipped: Part | None, logs: bool
@@ -331,12 +321,8 @@ class RolloutsMixin(LossMixin):
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         if not self.kept_ids:
             return super()._generate_and_score_completions(inputs)
-        with record_kept_ids(self.model) as recorder:
-            self._recorded = recorder.kept_ids
-            try:
-                output = super()._generate_and_score_completions(inputs)
-            finally:
-                self._recorded = None
+        with record_kept_ids(self.model) as recorder, lent(self, _recorded=recorder.kept_ids):
+            output = super()._generate_and_score_completions(inputs)
         target = output["completion_ids"].masked_fill(output["completion_mask"] == 0, -100)
         # A list, which TRL shuffles and splits by sequence.
         output["kept_ids"] = _by_sequence(recorder.kept_ids(target), *target.shape)

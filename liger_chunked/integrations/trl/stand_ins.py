@@ -58,18 +58,20 @@ def statistics(z: Any, target: Tensor, *outputs: str) -> TokenStats:
     return stats
 
 
-def _masked(index: Tensor, row_mask: Tensor | None) -> Tensor:
-    return index if row_mask is None else index.masked_fill(row_mask == 0, -100)
-
-
-def _logps(logits: Any, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None) -> Any:
-    """Return log-probabilities (...) of stand-ins (..., V) at ids `index` (...); NotImplemented for other tensors.
+def _values(outputs: tuple[str, ...], logits: Any, index: Tensor, temperature: float, row_mask: Tensor | None) -> Any:
+    """Return statistics (...) of stand-ins (..., V) at ids `index` (...); None for other tensors.
 
     Rows where `row_mask` is zero are not computed, and have 0.
     """
     if not _are_stand_ins(logits) or index.shape != logits.shape[:-1]:
-        return NotImplemented
-    return statistics(logits / temperature, _masked(index, row_mask), "logps").logps
+        return None
+    target = index if row_mask is None else index.masked_fill(row_mask == 0, -100)
+    return statistics(logits / temperature, target, *outputs)
+
+
+def _logps(logits: Any, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None) -> Any:
+    stats = _values(("logps",), logits, index, temperature, row_mask)
+    return NotImplemented if stats is None else stats.logps
 
 
 def _logps_and_entropy(
@@ -79,10 +81,9 @@ def _logps_and_entropy(
     temperature: float = 1.0,
     row_mask: Tensor | None = None,
 ) -> Any:
-    if not _are_stand_ins(logits) or index.shape != logits.shape[:-1]:
+    stats = _values(("logps", "entropy"), logits, index, temperature, row_mask)
+    if stats is None:
         return NotImplemented
-    stats = statistics(logits / temperature, _masked(index, row_mask), "logps", "entropy")
-    assert stats.entropy is not None
     return stats.logps, stats.entropy if entropy_requires_grad else stats.entropy.detach()
 
 
@@ -186,6 +187,19 @@ _OURS: dict[str, Callable[..., Any]] = {
     "get_batch_logps": _batch_logps,
     "generalized_jsd_loss": _generalized_jsd_loss,
 }
+
+
+@contextmanager
+def lent(x: Any, **attributes: Any) -> Iterator[None]:
+    """Set attributes of an object for the time of a block."""
+    before = {name: getattr(x, name) for name in attributes}
+    for name, value in attributes.items():
+        setattr(x, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(x, name, value)
 
 
 @contextmanager
