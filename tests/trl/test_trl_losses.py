@@ -167,6 +167,33 @@ def test_a_loss_in_the_place_of_the_trainers(train, case):
         assert any(0 < entry[name] < 1 for entry in stock[:4] for name in clips[0])
 
 
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "KTO"])
+def test_what_a_model_gets(tmp_path, kind):
+    """Its own arguments alone: other columns of a batch are the loss's, and a model without **kwargs would raise."""
+    trainer, calls = build(tmp_path, kind, ours=True, loss=LOSS_OF[kind]()), []
+    known = {"input_ids", "attention_mask", "labels", "use_cache", "head_fn", "fused_lm_head"}
+    for name in ("model", "ref_model"):
+        if (model := getattr(trainer, name, None)) is not None:
+            model.register_forward_pre_hook(lambda _, args, kwargs: calls.append({*kwargs}), with_kwargs=True)
+    trainer.compute_loss(trainer.model, next(iter(trainer.get_train_dataloader())))
+    assert calls and all(names - known <= {"return_dict"} for names in calls), calls
+
+
+@pytest.mark.parametrize("kind", LOSS_OF)
+def test_attributes_of_a_subclass(tmp_path, monkeypatch, kind):
+    """A user, or a release of TRL, may assign names that are not ours."""
+
+    class Own(getattr(integration, f"Liger{kind}Trainer")):  # type: ignore[misc]
+        def __init__(self, *args, **kwargs):
+            self.mode_metrics, self._aux_inputs = "train", {"own": 1}
+            super().__init__(*args, **kwargs)
+
+    monkeypatch.setattr(integration, f"Liger{kind}Trainer", Own)
+    trainer = build(tmp_path, kind, ours=True, config={"max_steps": 1}, loss=LOSS_OF[kind]())
+    trainer.train()
+    assert (trainer.mode_metrics, trainer._aux_inputs) == ("train", {"own": 1})
+
+
 WEIGHTED = {
     "DPO": ("chosen", {}, lambda: LigerFusedLinearDPOLoss(beta=0.1)),
     "DPO-precomputed": ("chosen", {"precompute_ref_log_probs": True}, lambda: LigerFusedLinearDPOLoss(beta=0.1)),

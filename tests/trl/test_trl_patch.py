@@ -320,7 +320,7 @@ OF_LOSSES = ("compute_loss", "_compute_loss", "_get_last_hidden_state")
     ("name", "whose"),
     [
         *((name, whose) for name in OF_LOSSES for whose in ("patched", "liger")),
-        *((name, "patched") for name in ("global_mean", "_check_made")),  # of our mixin
+        *((name, "patched") for name in ("gathered_mean", "_check_made")),  # of our mixin
     ],
 )
 def test_members_of_a_users_distillation_trainer(

@@ -248,7 +248,7 @@ class LigerDPOTrainer(ReferenceMixin, DPOTrainer):
             "logps/chosen": metrics.chosen_logps,
             "logps/rejected": metrics.rejected_logps,
         }.items():
-            logs[name][-1] = self.gathered_mean(value)
+            logs[name][-1:] = [self.gathered_mean(value)]
 
 
 class LigerKTOTrainer(ReferenceMixin, KTOTrainer):
@@ -290,8 +290,7 @@ class LigerKTOTrainer(ReferenceMixin, KTOTrainer):
             ratios = self._kl_ratios(model, inputs)
             kl = self.accelerator.gather_for_metrics(ratios.mean()).mean()
         arguments = super()._loss_arguments(model, inputs, num_items)
-        # TRL logs the mean of their difference.
-        inputs |= {"KL_logratios": ratios, "ref_KL_logps": torch.zeros_like(ratios)}
+        inputs["ref_KL_logps"] = -ratios  # TRL logs the mean of a difference, see `_compute_kl_logps`
         return {**arguments, "preference_labels": desirable, "kl": kl}
 
     @torch.no_grad()
@@ -308,8 +307,8 @@ class LigerKTOTrainer(ReferenceMixin, KTOTrainer):
         return self._of_sequences(ratios, labels)
 
     def _compute_kl_logps(self, model: Any, batch: dict[str, Any]) -> Any:
-        if isinstance(model, PolicyWithLoss):
-            return batch["KL_logratios"]
+        if isinstance(model, PolicyWithLoss):  # the policy has run, or the loss does not ask
+            return torch.zeros_like(batch["ref_KL_logps"])
         return super()._compute_kl_logps(model, batch)
 
 
