@@ -364,13 +364,13 @@ class DistillationMixin(LossMixin):
         logits = model(**model_inputs, use_cache=False).logits[:, -length - 1 : -1]
         value, metrics = distilled(loss, logits, teacher_logits, target, num_items=num_items)
         with torch.no_grad():
-            stats = statistics(logits.detach() / loss.options.temperature, target, "entropy")
+            entropy: Any = statistics(logits.detach() / loss.options.temperature, target, "entropy").entropy
         if own is not None:
             self._liger_metrics["soft_loss"].append(metrics.soft_loss.item())
             if own.weight_hard_loss:
                 self._liger_metrics["hard_loss"].append(metrics.hard_loss.item())
             self.log_own_metrics(metrics)
-        return value, stats.entropy.sum(), (target != -100).sum()
+        return value, entropy.sum(), (target != -100).sum()
 
 
 def _called_outside(model: nn.Module, student: nn.Module, method: Any, *args: Any) -> Any:

@@ -65,6 +65,9 @@ def _with_heads_set(name: str, *, until_end: bool = False) -> Any:
 class ServedTrainer(_Trainer):
     """What a served trainer has in addition to TRL's: its heads, which are set while it works."""
 
+    # Of transformers' trainer, without the types that subclasses of it narrow.
+    model: Any
+    args: Any
     # Names that no trainer of a user has.
     _liger_heads: Heads
     _liger_depth = 0
