@@ -752,6 +752,13 @@ def stock_trainer() -> None:
             DPOTrainer(tiny.model(), args=DPOConfig(folder, **config), **given).train()
 
 
+def distillation_trainer() -> None:
+    from liger_chunked import LigerFusedLinearJSDLoss
+
+    _assert_same_training("Distillation")
+    _assert_same_training("Distillation", LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0))
+
+
 def kto_trainer() -> None:
     from liger_chunked import LigerFusedLinearKTOLoss
 

@@ -30,7 +30,7 @@ RUN = """
 import json, os, sys, warnings
 scenario, names = sys.argv[1], json.loads(sys.argv[2])
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
-sys.path.append("tests")
+sys.path += ["tests", "tests/trl"]
 from private_names import Hidden
 hidden = Hidden(names)
 sys.meta_path.insert(0, hidden)

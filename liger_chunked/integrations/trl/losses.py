@@ -97,6 +97,9 @@ def rollout_inputs(inputs: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
     return model_inputs, input_ids.masked_fill(not_written, -100)
 
 
+_EARLIER = "install an earlier release, or leave loss= out"
+
+
 class LossMixin(ServedTrainer):
     """A trainer of TRL with the arguments `loss`, `logits_budget` and `share_prefix`.
 
@@ -131,6 +134,9 @@ class LossMixin(ServedTrainer):
             config = config_in(args, kwargs)
             self._check_loss(loss)
             self._check_config(loss, config)
+            of_trl = [vars(cls) for cls in type(self).__mro__ if cls.__module__.partition(".")[0] == "trl"]
+            if gone := [name for name in self.replaced_methods if not any(name in x for x in of_trl)]:
+                raise RuntimeError(f"this release of TRL has no {gone[0]} that loss= could replace: {_EARLIER}")
             if (name := self._overridden()) is not None:
                 raise TypeError(
                     f"with loss=, {name} of {type(self).__name__} would not be called: override compute_loss, which "
@@ -269,13 +275,14 @@ class PolicyWithLoss:
 
     def __init__(self, model: nn.Module, loss: Any, logged: HeadSettings, arguments: dict[str, Any]) -> None:
         self.model, self.loss, self.arguments = model, loss, arguments
+        self.step: Step | None = None
         self.logged = dataclasses.replace(logged, temperature=loss.options.temperature)
 
     def __call__(self, *, fused_lm_head: bool = False, labels: Tensor | None = None, **inputs: Any) -> Any:
         if not fused_lm_head:  # for `compute_metrics`
             return self.model(**inputs)
-        self.step = loss_step(self.model, self.loss, inputs, labels, logged=self.logged, **self.arguments)
-        output = self.step.output
+        self.step = step = loss_step(self.model, self.loss, inputs, labels, logged=self.logged, **self.arguments)
+        output = step.output
         if getattr(self.loss, "average_log_prob", False):  # TRL sums
             output.log_probs /= output.label_mask.sum(-1, keepdim=True).clamp(min=1)
         return output
@@ -302,6 +309,10 @@ class LoggedByTRL(LossMixin):
             policy: Any = PolicyWithLoss(model, self.loss_override, self._liger_heads.settings_of(model), arguments)
             with lent(self, **self.lent_attributes):
                 result = super().compute_loss(policy, inputs, return_outputs, num_items_in_batch)
+        if policy.step is None:
+            raise RuntimeError(
+                f"this release of TRL makes no call with fused_lm_head=True, where loss= runs: {_EARLIER}"
+            )
         self._log_metrics(policy.step.metrics)
         self.log_own_metrics(policy.step.metrics)
         value = self._value(policy.step, num_items_in_batch)
@@ -337,15 +348,20 @@ class DistillationMixin(LossMixin):
     replaced_fields: ClassVar = {"beta": "beta", "temperature": "options.temperature"}
     replaced_methods = ("_compute_loss", "_get_last_hidden_state")
 
+    def _check_made(self) -> None:
+        if self.loss_override is not None and not hasattr(self, "_forward_redirection"):
+            raise RuntimeError(f"this release of TRL has no _forward_redirection that loss= could replace: {_EARLIER}")
+
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if self.loss_override is None and self._overridden() is not None:
+        is_trls = self._overridden() is not None or not hasattr(self, "_forward_redirection")
+        if self.loss_override is None and is_trls:
             return super().compute_loss(model, inputs, *args, **kwargs)
         with lent(self, _forward_redirection=_called_outside):
             return super().compute_loss(model, inputs, *args, **kwargs)
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any], num_items: Any) -> Any:
         """Return the loss, and the sum of the entropies and the number of tokens, of which TRL logs the mean."""
-        if self._forward_redirection is not _called_outside:
+        if getattr(self, "_forward_redirection", None) is not _called_outside:
             return super()._compute_loss(model, inputs, num_items)
         own = self.loss_override
         loss = own or LigerFusedLinearJSDLoss(

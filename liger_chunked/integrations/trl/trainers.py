@@ -43,6 +43,7 @@ class LigerSFTTrainer(LoggedByTRL, SFTTrainer):
     loss_kind = LigerFusedLinearCrossEntropyLoss
     takes_means = True
     replaced_fields: ClassVar = {"loss_type": None, "label_smoothing_factor": "label_smoothing"}
+    replaced_methods = ()  # TRL has one method alone, which runs with `loss` too
     lent_attributes: ClassVar = {"label_smoother": None}  # TRL's reads logits
 
     def _check_made(self) -> None:
