@@ -97,7 +97,7 @@ def rollout_inputs(inputs: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
     return model_inputs, input_ids.masked_fill(not_written, -100)
 
 
-_EARLIER = "install an earlier release, or leave loss= out"
+EARLIER = "install an earlier release, or leave loss= out"
 
 
 class LossMixin(ServedTrainer):
@@ -136,7 +136,7 @@ class LossMixin(ServedTrainer):
             self._check_config(loss, config)
             of_trl = [vars(cls) for cls in type(self).__mro__ if cls.__module__.partition(".")[0] == "trl"]
             if gone := [name for name in self.replaced_methods if not any(name in x for x in of_trl)]:
-                raise RuntimeError(f"this release of TRL has no {gone[0]} that loss= could replace: {_EARLIER}")
+                raise RuntimeError(f"this release of TRL has no {gone[0]} that loss= could replace: {EARLIER}")
             if (name := self._overridden()) is not None:
                 raise TypeError(
                     f"with loss=, {name} of {type(self).__name__} would not be called: override compute_loss, which "
@@ -311,7 +311,7 @@ class LoggedByTRL(LossMixin):
                 result = super().compute_loss(policy, inputs, return_outputs, num_items_in_batch)
         if policy.step is None:
             raise RuntimeError(
-                f"this release of TRL makes no call with fused_lm_head=True, where loss= runs: {_EARLIER}"
+                f"this release of TRL makes no call with fused_lm_head=True, where loss= runs: {EARLIER}"
             )
         self._log_metrics(policy.step.metrics)
         self.log_own_metrics(policy.step.metrics)
@@ -350,7 +350,7 @@ class DistillationMixin(LossMixin):
 
     def _check_made(self) -> None:
         if self.loss_override is not None and not hasattr(self, "_forward_redirection"):
-            raise RuntimeError(f"this release of TRL has no _forward_redirection that loss= could replace: {_EARLIER}")
+            raise RuntimeError(f"this release of TRL has no _forward_redirection that loss= could replace: {EARLIER}")
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         is_trls = self._overridden() is not None or not hasattr(self, "_forward_redirection")

@@ -20,7 +20,7 @@ from trl.trainer.kto_trainer import KTOTrainer
 from trl.trainer.sft_trainer import SFTTrainer
 from trl.trainer.utils import use_adapter
 
-from liger_chunked.integrations.trl.losses import DistillationMixin, LoggedByTRL, PolicyWithLoss, Step
+from liger_chunked.integrations.trl.losses import EARLIER, DistillationMixin, LoggedByTRL, PolicyWithLoss, Step
 from liger_chunked.integrations.trl.policy import LigerGRPOTrainer as LigerGRPOTrainer
 from liger_chunked.integrations.trl.policy import LigerRLOOTrainer as LigerRLOOTrainer
 from liger_chunked.losses import (
@@ -270,6 +270,8 @@ class LigerKTOTrainer(ReferenceMixin, KTOTrainer):
     def _check_made(self) -> None:
         super()._check_made()
         loss = self.loss_override
+        if loss is not None and not hasattr(super(), "_compute_kl_logps"):
+            raise RuntimeError(f"this release of TRL has no _compute_kl_logps that loss= could replace: {EARLIER}")
         if loss is not None and loss.reference_point == "kl" and not self.calculate_KL:
             raise ValueError(
                 f"{type(loss).__name__} asks for the reference point 'kl'; {type(self).__name__} needs "
