@@ -1,20 +1,21 @@
 """Adapters of training frameworks: their interfaces, and values and gradients against eager code on whole logits.
 
 A comment above each interface names the version and file in which it was read. The interface of an installed package is
-compared too. torchtitan is replaced by a stub where it is not installed.
+compared too. A framework that is not installed is replaced by a stub.
 """
 
 from __future__ import annotations
 
 import copy
-import importlib
+import importlib.util
 import inspect
 import sys
 from abc import ABC
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fresh_process import FreshProcesses
+from ranks import join, summed
 from table import relative_error
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -31,7 +33,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_chunked import LigerFusedLinearDPOLoss, LigerFusedLinearKLDivLoss, linear_token_stats
-from liger_chunked.integrations.frameworks import cut_cross_entropy, megatron, nemo_rl, skyrl, verl
+from liger_chunked.integrations.frameworks import cut_cross_entropy, megatron, nemo_rl, prime_rl, skyrl, verl
 
 WORLD = 2
 B, S, H, V = 3, 10, 8, 24  # V: rows of the head, the same on all ranks
@@ -41,15 +43,31 @@ BOUND = 1e-9  # float64: a few thousand additions round to less
 needs_gloo = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
 
 
+def statistics(logits: Tensor, target: Tensor, drops: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities and entropies of logits (..., V), 0 where the target is ignored.
+
+    `drops` (..., V) is True at logits that are no part of the softmax.
+    """
+    log_p = (logits if drops is None else logits.masked_fill(drops, -torch.inf)).log_softmax(-1)
+    logps = log_p.gather(-1, target.clamp(min=0)[..., None])[..., 0]
+    entropy = -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0)).sum(-1)
+    return logps.where(target != IGNORE, 0.0), entropy.where(target != IGNORE, 0.0)
+
+
 class Case(NamedTuple):
     """Whole tensors, the same on all ranks."""
 
     weight: Tensor
     hidden: Tensor  # (B, S, H)
     target: Tensor  # (B, S), some ignored
-    upstream: Tensor  # (2, B, S), gradients of logps and entropy
     own: slice  # this rank's rows of weight
     part: slice  # this rank's part of the sequence
+
+    def statistics(self, weight: Tensor, hidden: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        return statistics(hidden @ weight.T / temperature, self.target)
+
+    def logps(self, weight: Tensor, hidden: Tensor) -> Tensor:
+        return self.statistics(weight, hidden)[0]
 
 
 def make_case(rank: int = 0, world: int = 1) -> Case:
@@ -61,48 +79,93 @@ def make_case(rank: int = 0, world: int = 1) -> Case:
     target = torch.randint(V, (B, S), generator=generator)
     target[0, :4] = target[2, 7:] = IGNORE
     own, part = (slice(rank * n // world, (rank + 1) * n // world) for n in (V, S))
-    return Case(randn(V, H), randn(B, S, H), target, randn(2, B, S), own, part)
-
-
-class Expected(NamedTuple):
-    logps: Tensor
-    entropy: Tensor
-    weight_grad: Tensor
-    hidden_grad: Tensor
-
-
-def eager(case: Case, *, temperature: float = 1.0, vocab: int = V, upstream: Tensor | None = None) -> Expected:
-    """Statistics at the tokens that count, and the gradients of `(upstream * statistics).sum()`."""
-    weight, hidden = case.weight.clone().requires_grad_(), case.hidden.clone().requires_grad_()
-    z = (hidden @ weight.T / temperature)[..., :vocab].log_softmax(-1)
-    counts = case.target != IGNORE
-    logps = z.gather(-1, case.target.clamp(min=0)[..., None])[..., 0].where(counts, 0.0)
-    entropy = -(z.exp() * z).sum(-1).where(counts, 0.0)
-    g = case.upstream if upstream is None else upstream
-    grads = torch.autograd.grad((g * torch.stack([logps, entropy])).sum(), (weight, hidden))
-    return Expected(logps.detach(), entropy.detach(), *grads)
-
-
-def only(case: Case, index: int) -> Tensor:
-    """An upstream gradient of one statistic: 0 is logps, 1 is the entropy."""
-    return case.upstream * torch.eye(2, dtype=torch.float64)[index].view(2, 1, 1)
+    return Case(randn(V, H), randn(B, S, H), target, own, part)
 
 
 def check(found: Tensor | None, expected: Tensor, name: str) -> None:
     assert found is not None and found.shape == expected.shape, name
-    assert relative_error(found.detach(), expected) < BOUND, name
+    assert relative_error(found.detach(), expected.detach()) < BOUND, name
 
 
-def summed(x: Tensor | None) -> Tensor:
-    """Add the ranks' shares, as the framework does."""
-    assert x is not None
-    x = x.clone()
-    dist.all_reduce(x)
-    return x
+Values = Tensor | tuple[Tensor, ...] | list[Tensor]
 
 
-def names(function: Callable[..., Any]) -> list[str]:
-    return [name for name in inspect.signature(function).parameters if name not in ("self", "ctx")]
+def check_step(
+    ours: Callable[..., Values],
+    exact: Callable[..., Values],
+    case: Case,
+    more: tuple[Tensor, ...] = (),
+    *,
+    layout: Callable[[Tensor], Tensor] = lambda hidden: hidden,
+    is_share: bool = False,
+    within: AbstractContextManager[Any] | None = None,
+) -> list[Tensor]:
+    """Compare values and gradients of a framework's step with those of eager code. Return the leaves of the first.
+
+    Args:
+        ours: called with this rank's rows of the weight, and with the hidden states in the framework's `layout`.
+        exact: called with all of both, returns the values in the framework's shapes.
+        more: further arguments of both, which have a gradient.
+        is_share: whether dX is the rank's share, which the framework sums over the ranks.
+        within: a context of the framework's step.
+    """
+    whole = [x.detach().clone().requires_grad_() for x in (case.weight, case.hidden, *more)]
+    expected = listed(exact(*whole))
+    upstream = [torch.cos(torch.arange(x.numel(), dtype=x.dtype) + i).view(x.shape) for i, x in enumerate(expected)]
+    dw, dx, *others = torch.autograd.grad(expected, whole, upstream)
+    leaves = [nn.Parameter(x.detach().clone()) for x in (case.weight[case.own], layout(case.hidden), *more)]
+    with within or nullcontext():
+        found = listed(ours(*leaves))
+        torch.autograd.backward(found, upstream)
+    for x, e in zip(found, expected, strict=True):
+        check(x, e, "values")
+    gradients = [x.grad for x in leaves]
+    if is_share:
+        assert gradients[1] is not None
+        gradients[1] = summed(gradients[1])
+    for name, x, e in zip(("dW", "dX", "others"), gradients, (dw[case.own], layout(dx), *others), strict=False):
+        check(x, e, name)
+    return leaves
+
+
+def listed(values: Values) -> list[Tensor]:
+    return [values] if isinstance(values, Tensor) else list(values)
+
+
+def positions_first(x: Tensor) -> Tensor:
+    """Return (s, b, ...) in the place of (b, s, ...), as Megatron has it."""
+    return x.transpose(0, 1).contiguous()
+
+
+def check_sharded_step(
+    model: nn.Module, step: Callable[[], Tensor], single: nn.Module, exact: Tensor, factor: float = 1.0
+) -> Tensor:
+    """Compare `factor` times FSDP's gradients with those of `exact`, a loss of `single`. Return the loss of `step`."""
+    for _ in range(2):  # the second step finds FSDP's hooks as the first left them
+        model.zero_grad()
+        found = step()
+        found.backward()
+    single.zero_grad()
+    exact.backward()
+    for (name, p), q in zip(model.named_parameters(), single.parameters(), strict=True):
+        assert isinstance(p.grad, DTensor) and q.grad is not None
+        check(factor * p.grad.full_tensor(), q.grad, name)
+    return found.detach()
+
+
+def on_ranks(worker: Callable[[int, dist.ProcessGroup, Case], None]) -> Callable[[Path, FreshProcesses], None]:
+    """Return a test that runs `worker(rank, group, case)` in two processes."""
+
+    def test(tmp_path: Path, fresh_process: FreshProcesses) -> None:
+        fresh_process.spawn(joined, WORLD, str(tmp_path), worker)  # type: ignore[arg-type]
+
+    return needs_gloo(test)
+
+
+def joined(rank: int, folder: str, worker: Callable[[int, dist.ProcessGroup, Case], None]) -> None:
+    join(rank, WORLD, folder)
+    assert dist.group.WORLD is not None
+    worker(rank, dist.group.WORLD, make_case(rank, WORLD))
 
 
 def installed(module: str) -> ModuleType | None:
@@ -113,94 +176,141 @@ def installed(module: str) -> ModuleType | None:
         return None
 
 
-def initialize(rank: int, folder: str) -> dist.ProcessGroup:
-    store = dist.FileStore(f"{folder}/store", WORLD)
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD, store=store)
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
+def put_modules(modules: dict[str, dict[str, Any]], patch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
+    """Put modules with these members, and their parents, where `import` finds them."""
+    for name, members in modules.items():
+        for end in range(1, name.count(".") + 1):
+            parent = ".".join(name.split(".")[:end])
+            patch.setitem(sys.modules, parent, sys.modules.get(parent) or ModuleType(parent))
+        module = ModuleType(name)
+        vars(module).update(members)
+        patch.setitem(sys.modules, name, module)
+        owner, _, last = name.rpartition(".")
+        if owner:
+            patch.setattr(sys.modules[owner], last, module, raising=False)
+    return {name: sys.modules[name] for name in modules}
 
 
-def run(worker: Callable[..., None]) -> Callable[[Path, FreshProcesses], None]:
-    """Return a test that runs `worker(rank, folder)` in two processes."""
+def adapter(name: str, patch: pytest.MonkeyPatch) -> Any:
+    """Import an adapter of a framework that `patch` has replaced, anew and as long."""
+    spec = importlib.util.find_spec(f"liger_chunked.integrations.frameworks.{name}")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    patch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module
 
-    def test(tmp_path: Path, fresh_process: FreshProcesses) -> None:
-        fresh_process.spawn(worker, WORLD, str(tmp_path))
 
-    return needs_gloo(test)
+def names(function: Callable[..., Any]) -> list[str]:
+    return [name for name in inspect.signature(function).parameters if name not in ("self", "ctx")]
+
+
+# Megatron-Core 0.19.2, megatron/core/models/gpt/gpt_model.py (GPTModel._postprocess): hidden states (s, b, h), the
+# rank's part of s with sequence parallelism; labels and loss (b, s), shifted already; a padded row is in the softmax.
+# megatron/core/tensor_parallel/layers.py (ColumnParallelLinear): the whole dX is summed over the ranks.
+POSTPROCESS = {
+    *("hidden_states", "output_layer", "output_weight", "labels", "loss_mask", "input_ids", "position_ids"),
+    *("attention_mask", "decoder_input", "inference_context", "packed_seq_params", "runtime_gather_output", "context"),
+    *("compute_language_model_loss", "scale_logits", "config"),
+}
+OF_FSDP, OF_MEGATRON = (f"verl.workers.engine.{kind}.transformer_impl" for kind in ("fsdp", "megatron"))
+# By the module and the name of the framework's function: ours, and the names of its arguments.
+CALLS: dict[str, tuple[Any, str]] = {
+    "verl.utils.kernel.linear_cross_entropy:LinearCrossEntropy.forward": (
+        verl.linear_cross_entropy, "hidden weight labels temperature reduction dist_process_group",
+    ),
+    "verl.utils.experimental.torch_functional:FusedLinearForPPO.__init__": (
+        verl.FusedLinearForPPO, "chunk_size impl_backend",
+    ),
+    "verl.utils.experimental.torch_functional:FusedLinearForPPO.forward": (
+        verl.FusedLinearForPPO.forward, "hidden_states vocab_weights input_ids temperature",
+    ),
+    f"{OF_MEGATRON}:MegatronEngineWithLMHead.prepare_model_inputs": (None, "batch"),
+    f"{OF_MEGATRON}:MegatronEngineWithLMHead.prepare_model_outputs": (None, "output data"),
+    f"{OF_FSDP}:FSDPEngineWithLMHead.prepare_model_inputs": (None, "micro_batch"),
+    f"{OF_FSDP}:FSDPEngineWithLMHead.prepare_model_outputs": (
+        None, "output output_args micro_batch logits_processor_func",
+    ),
+    "skyrl.backends.skyrl_train.distributed.megatron.model_utils:FusedLinearChunkedDistributedLogprob.forward": (
+        skyrl.FusedLinearChunkedDistributedLogprob.apply,
+        "hidden weight target vocab_start_index vocab_end_index chunk_size tp_group inference_only",
+    ),
+    "nemo_rl.distributed.model_utils:ChunkedDistributedHiddenStatesToLogprobs.forward": (
+        nemo_rl.ChunkedDistributedHiddenStatesToLogprobs.apply,
+        "tensor_parallel_hidden_states target output_weight_layer vocab_start_index vocab_end_index chunk_size "
+        "tp_group inference_only",
+    ),
+    "cut_cross_entropy:linear_cross_entropy": (
+        cut_cross_entropy.linear_cross_entropy,
+        "e c targets bias ignore_index softcap reduction shift return_lse filter_eps accum_e_fp32 accum_c_fp32 "
+        "filter_e_grad filter_c_grad impl vocab_parallel_options",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("theirs", CALLS)
+def test_interface(theirs: str) -> None:
+    (ours, call), (module, name) = CALLS[theirs], theirs.split(":")
+    assert ours is None or names(ours) == call.split()
+    if found := installed(module):
+        assert names(attrgetter(name)(found)) == call.split()
+
+
+def test_output_processors_take_what_megatron_passes() -> None:
+    parameters = inspect.signature(megatron.OutputProcessor.__call__).parameters.values()
+    assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} <= POSTPROCESS
+    assert any(p.kind is p.VAR_KEYWORD for p in parameters)
+    if theirs := installed("verl.models.mcore.model_forward_fused"):
+        given = names(theirs.fused_output_processor)
+        assert set(given) - {"_ignored"} <= POSTPROCESS and "context" in given
+        assert names(theirs.preprocess_thd_engine)[:3] == ["input_ids", "pre_process", "need_roll"]
 
 
 # verl 0.9.1, verl/utils/kernel/linear_cross_entropy.py (LinearCrossEntropy.apply) and kernels.py: logps and entropy are
 # (N,) float32, dX is not reduced, a rank's ids start at rank * rows. verl/utils/experimental/torch_functional.py:
 # FusedLinearForPPO, constructed with `impl_backend` in verl/models/transformers/dense_common.py.
-def verl_worker(rank: int, folder: str) -> None:
-    group = initialize(rank, folder)
-    case = make_case(rank, WORLD)
+def verl_worker(rank: int, group: dist.ProcessGroup, case: Case) -> None:
+    def ours(weight: Tensor, hidden: Tensor, temperature: float = 1.0, reduction: str = "none") -> Any:
+        return verl.linear_cross_entropy(hidden, weight, case.target.T, temperature, reduction, group)
+
+    def exact(weight: Tensor, hidden: Tensor, temperature: float) -> Any:
+        return [x.T.flatten() for x in case.statistics(weight, hidden, temperature)]
+
     for temperature in (1.0, 0.7):
-        expected = eager(case, temperature=temperature)
-        # Megatron's layout: (s, b, h) hidden states, (s, b) labels.
-        weight = case.weight[case.own].clone().requires_grad_()
-        hidden = case.hidden.transpose(0, 1).contiguous().requires_grad_()
-        found = verl.linear_cross_entropy(hidden, weight, case.target.T, temperature, "none", group)
-        for x, e in zip(found, expected, strict=False):
-            check(x, e.T.reshape(-1), "statistics")
-        torch.autograd.backward(found, [g.T.reshape(-1) for g in case.upstream])
-        check(weight.grad, expected.weight_grad[case.own], "dW")
-        check(summed(hidden.grad), expected.hidden_grad.transpose(0, 1), "dX")
+        weight, hidden = check_step(
+            partial(ours, temperature=temperature),
+            partial(exact, temperature=temperature),
+            case,
+            layout=positions_first,
+            is_share=True,
+        )
     with torch.no_grad():
-        logps, _ = verl.linear_cross_entropy(hidden, weight, case.target.T, 0.7, "none", group)
-        assert not logps.requires_grad
-        check(logps, found[0], "no_grad")
-    low = verl.linear_cross_entropy(hidden.bfloat16(), weight.bfloat16(), case.target.T, 1.0, "none", group)
-    assert all(x.dtype == torch.float32 for x in low)
+        logps, _ = ours(weight, hidden, 0.7)
+    assert not logps.requires_grad
+    check(logps, exact(case.weight, case.hidden, 0.7)[0], "no_grad")
+    assert all(x.dtype == torch.float32 for x in ours(weight.bfloat16(), hidden.bfloat16()))
     with pytest.raises(ValueError, match="reduction must be 'none', got 'mean'"):
-        verl.linear_cross_entropy(hidden, weight, case.target.T, 1.0, "mean", group)
-    dist.destroy_process_group()
+        ours(weight, hidden, reduction="mean")
 
 
-test_verl_megatron = run(verl_worker)
+test_verl_megatron = on_ranks(verl_worker)
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("chunk_size", [None, 4])
 def test_verl_fsdp(chunk_size: int | None) -> None:
-    case = make_case()
-    module = verl.FusedLinearForPPO(chunk_size=chunk_size, impl_backend="torch")
-    for temperature, rank in ((1.0, 3), (0.7, 2)):
-        expected = eager(case, temperature=temperature)
-        weight, hidden = case.weight.clone().requires_grad_(), case.hidden.clone().requires_grad_()
-        shape = (B, S) if rank == 3 else (B * S,)
-        found = module(hidden.view(*shape, H), weight, case.target.view(shape).int(), temperature=temperature)
-        for x, e in zip(found, expected, strict=False):
-            check(x, e.view(shape), "statistics")
-        torch.autograd.backward(found, [g.view(shape) for g in case.upstream])
-        check(weight.grad, expected.weight_grad, "dW")
-        check(hidden.grad, expected.hidden_grad, "dX")
+    case, module = make_case(), verl.FusedLinearForPPO(chunk_size=chunk_size, impl_backend="torch")
+    check_step(lambda weight, hidden: module(hidden, weight, case.target.int(), temperature=1.0), case.statistics, case)
+    flat = case._replace(hidden=case.hidden.flatten(0, 1), target=case.target.flatten())
+    check_step(
+        lambda weight, hidden: module(hidden, weight, flat.target.int(), temperature=0.7),
+        partial(flat.statistics, temperature=0.7),
+        flat,
+    )
     logps, _ = module(case.hidden.bfloat16(), case.weight.bfloat16(), case.target)
     assert logps.dtype == torch.float32
     with pytest.raises(ValueError, match="chunk_size must be a positive number of tokens or None, got 0"):
         verl.FusedLinearForPPO(chunk_size=0)(case.hidden, case.weight, case.target)
-
-
-def test_verl_interfaces() -> None:
-    call = ["hidden", "weight", "labels", "temperature", "reduction", "dist_process_group"]
-    assert names(verl.linear_cross_entropy) == call
-    assert names(verl.FusedLinearForPPO) == ["chunk_size", "impl_backend"]
-    assert names(verl.FusedLinearForPPO.forward) == ["hidden_states", "vocab_weights", "input_ids", "temperature"]
-    if theirs := installed("verl.utils.kernel.linear_cross_entropy"):
-        assert names(theirs.LinearCrossEntropy.forward) == call
-    if theirs := installed("verl.utils.experimental.torch_functional"):
-        for ours in ("__init__", "forward"):
-            assert names(getattr(theirs.FusedLinearForPPO, ours)) == names(getattr(verl.FusedLinearForPPO, ours))
-    if theirs := installed("verl.models.mcore.model_forward_fused"):
-        given = names(theirs.fused_output_processor)
-        assert set(given) - {"_ignored"} <= POSTPROCESS and "context" in given
-        assert names(theirs.preprocess_thd_engine)[:3] == ["input_ids", "pre_process", "need_roll"]
-    if theirs := installed("verl.workers.engine.megatron.transformer_impl"):
-        assert names(theirs.MegatronEngineWithLMHead.prepare_model_inputs) == ["batch"]
-        assert names(theirs.MegatronEngineWithLMHead.prepare_model_outputs) == ["output", "data"]
-    if theirs := installed("verl.workers.engine.fsdp.transformer_impl"):
-        for hook in ("prepare_model_inputs", "prepare_model_outputs"):
-            assert names(getattr(theirs.FSDPEngineWithLMHead, hook)) == names(getattr(VerlEngine, hook))
 
 
 # verl 0.9.1: verl/trainer/distillation/losses.py registers losses, and distillation_ppo_loss reads those of tokens from
@@ -232,31 +342,27 @@ def verl_distillation(registry: dict[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-def put_modules(patch: pytest.MonkeyPatch, modules: dict[str, dict[str, Any]]) -> dict[str, ModuleType]:
-    """Put modules with these members, and their parents, where `import` finds them."""
-    for name, members in modules.items():
-        for end in range(1, name.count(".") + 1):
-            parent = ".".join(name.split(".")[:end])
-            patch.setitem(sys.modules, parent, sys.modules.get(parent) or ModuleType(parent))
-        module = ModuleType(name)
-        vars(module).update(members)
-        patch.setitem(sys.modules, name, module)
-        patch.setattr(sys.modules[name.rpartition(".")[0]], name.rpartition(".")[2], module, raising=False)
-    return {name: sys.modules[name] for name in modules}
-
-
 @pytest.fixture
 def verl_stub(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Modules of verl with what `distill_from_hidden_states` imports."""
     registry: dict[str, Any] = {}
-    modules = put_modules(monkeypatch, verl_distillation(registry) | {
-        "verl.utils.experimental.torch_functional": {"FusedLinearForPPO": None},
-        "verl.workers.engine.fsdp.transformer_impl": {"FSDPEngineWithLMHead": type("Engine", (VerlEngine,), {})},
-    })  # fmt: skip
-    return SimpleNamespace(
-        registry=registry, functional=modules["verl.utils.experimental.torch_functional"],
-        Engine=sys.modules["verl.workers.engine.fsdp.transformer_impl"].FSDPEngineWithLMHead,
-    )  # fmt: skip
+    functional, engine = "verl.utils.experimental.torch_functional", type("Engine", (VerlEngine,), {})
+    of_engine = {functional: {"FusedLinearForPPO": None}, OF_FSDP: {"FSDPEngineWithLMHead": engine}}
+    modules = put_modules(verl_distillation(registry) | of_engine, monkeypatch)
+    return SimpleNamespace(registry=registry, functional=modules[functional], Engine=engine)
+
+
+OFFSETS = torch.tensor([0, 6, 10])  # of two sequences
+
+
+def verl_batch(hidden: Tensor, target: Tensor, teacher: Tensor, only: bool) -> dict[str, Any]:
+    """Return a micro-batch of sequences of 6 and 4 tokens, which end in responses of 3 tokens and one."""
+    nested = partial(torch.nested.nested_tensor_from_jagged, offsets=OFFSETS)
+    return {
+        "input_ids": nested(target.clamp(min=0)), "hidden": nested(hidden), "teacher_hidden_states": nested(teacher),
+        "responses": torch.zeros(2, 3), "attention_mask": torch.tensor([[1] * 6, [1, 1, 1, 1, 0, 0]]),
+        "distillation_use_topk": True, "distillation_only": only, "use_fused_kernels": True,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("only", [True, False])
@@ -264,53 +370,46 @@ def test_verl_distillation(only: bool, verl_stub: SimpleNamespace) -> None:
     """Divergences of the positions that predict a response, from the head to the loss, with gradients."""
     loaded: list[int] = []
     case, teacher_weight = make_case(), torch.randn(V, 5, dtype=torch.float64)
+    case = case._replace(hidden=case.hidden[0], target=case.target[0])
+    teacher, engine = torch.randn(S, 5, dtype=torch.float64), verl_stub.Engine()
     verl.distill_from_hidden_states(lambda: loaded.append(1) or teacher_weight, loss_mode="hidden")  # type: ignore[func-returns-value]
     settings, loss = verl_stub.registry["hidden"]
     assert settings.use_topk
-
-    def nested(x: Tensor) -> Tensor:
-        return torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 6, 10]))
-
-    hidden, teacher = case.hidden[0].clone().requires_grad_(), torch.randn(S, 5, dtype=torch.float64)
-    data = {
-        "input_ids": nested(case.target[0].clamp(min=0)), "hidden": nested(hidden),
-        "teacher_hidden_states": nested(teacher), "responses": torch.zeros(2, 3),
-        "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]]),  # responses of 3 and 1 tokens
-        "distillation_use_topk": True, "distillation_only": only, "use_fused_kernels": True,
-    }  # fmt: skip
     read = torch.tensor([False, False, True, True, True, False, False, False, True, False])
-    engine, weight = verl_stub.Engine(), case.weight.clone().requires_grad_()
 
-    def step(data: dict[str, Any]) -> Any:
+    def step(weight: Tensor, data: dict[str, Any]) -> Any:
         inputs, args = engine.prepare_model_inputs(data)
-        logps, entropy = verl_stub.functional.FusedLinearForPPO()(inputs["hidden"], weight, case.target[:1], 0.7)
+        logps, entropy = verl_stub.functional.FusedLinearForPPO()(inputs["hidden"], weight, case.target[None], 0.7)
         output = SimpleNamespace(log_probs=logps, entropy=entropy)
         return engine.prepare_model_outputs(output, args, data, None)
 
-    for _ in range(2):
-        found = step(data)
+    def ours(weight: Tensor, hidden: Tensor) -> Tensor:
+        data = verl_batch(hidden, case.target, teacher, only)
+        for _ in range(2):
+            found = step(weight, data)
+        assert (found["log_probs"] is None) == only and (found["entropy"] is None) == only
+        if not only:
+            check(found["log_probs"][0], case.statistics(weight, hidden, 0.7)[0], "logps")
+        return loss(None, None, found, data)[0]
+
+    def exact(weight: Tensor, hidden: Tensor) -> Tensor:
+        log_p, log_q = (hidden @ weight.T / 0.7).log_softmax(-1), (teacher @ teacher_weight.T).log_softmax(-1)
+        return (log_q.exp() * (log_q - log_p)).sum(-1).where(read, 0.0)
+
+    weight, hidden = check_step(ours, exact, case)
     assert len(loaded) == 1
-    log_p, log_q = (hidden @ weight.T / 0.7).log_softmax(-1), (teacher @ teacher_weight.T).log_softmax(-1)
-    expected = (log_q.exp() * (log_q - log_p)).sum(-1).where(read, 0.0)
-    losses, _ = loss(None, None, found, data)
-    check(losses, expected.detach(), "KL")
-    ours, exact = (torch.autograd.grad((x * case.upstream[0, 0]).sum(), (weight, hidden)) for x in (losses, expected))
-    for a, b in zip(ours, exact, strict=True):
-        check(a, b, "gradient")
-    assert (found["log_probs"] is None) == only and (found["entropy"] is None) == only
-    if not only:
-        check(found["log_probs"][0], eager(case, temperature=0.7).logps[0], "logps")
-    plain = step(data | {"distillation_use_topk": False})
+    data = verl_batch(hidden, case.target, teacher, only)
+    plain = step(weight, data | {"distillation_use_topk": False})
     assert "distillation_losses" not in plain and plain["log_probs"].shape == (1, S)
     with pytest.raises(ValueError, match="loss_mode='hidden' needs teacher_hidden_states"):
         loss(None, None, plain, data)
     with pytest.raises(ValueError, match="teacher_hidden_states need use_fused_kernels=True"):
-        step(data | {"use_fused_kernels": False})
+        step(weight, data | {"use_fused_kernels": False})
     engine.prepare_model_inputs(data)
     with pytest.raises(ValueError, match="did not call FusedLinearForPPO"):  # but verl's function in Triton
         engine.prepare_model_outputs(SimpleNamespace(log_probs=torch.zeros(1, S), entropy=None), {}, data, None)
     with pytest.raises(ValueError, match="with the 10 tokens of input_ids"):
-        step(data | {"teacher_hidden_states": teacher})
+        step(weight, data | {"teacher_hidden_states": teacher})
 
 
 def test_verl_distillation_under_ulysses(verl_stub: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,19 +420,10 @@ def test_verl_distillation_under_ulysses(verl_stub: SimpleNamespace, monkeypatch
         padding = x.new_zeros(*x.shape[:dim], -x.shape[dim] % world, *x.shape[dim + 1 :])
         return torch.cat([x, padding], dim).tensor_split(world, dim)[here.rank]
 
-    ulysses = ModuleType("verl.utils.ulysses")
-    ulysses.slice_input_tensor = part  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, ulysses.__name__, ulysses)
+    put_modules({"verl.utils.ulysses": {"slice_input_tensor": part}}, monkeypatch)
     teacher_weight, teacher = torch.randn(V, 5, dtype=torch.float64), torch.randn(S, 5, dtype=torch.float64)
     verl.distill_from_hidden_states(teacher_weight, loss_mode="hidden")
-    offsets = torch.tensor([0, 6, 10])
-    data = {
-        "input_ids": torch.nested.nested_tensor_from_jagged(case.target[0].clamp(min=0), offsets),
-        "hidden": torch.nested.nested_tensor_from_jagged(case.hidden[0], offsets),
-        "teacher_hidden_states": torch.nested.nested_tensor_from_jagged(teacher, offsets),
-        "responses": torch.zeros(2, 3), "attention_mask": torch.tensor([[1] * 6, [1, 1, 1, 1, 0, 0]]),
-        "distillation_use_topk": True, "distillation_only": True, "use_fused_kernels": True,
-    }  # fmt: skip
+    data = verl_batch(case.hidden[0], case.target[0], teacher, only=True)
     found = {}
     for is_split in (False, True):
         engine, losses = verl_stub.Engine(), []
@@ -382,10 +472,10 @@ def stub_verl_megatron() -> SimpleNamespace:
             return output
 
         def forward_step(self, model: Any, batch: Any, temperature: float) -> Any:
-            of_megatron, ids = patched["verl.models.mcore.model_forward_fused"], self.prepare_model_inputs(batch)
-            packed, starts, _ = of_megatron.preprocess_thd_engine(ids["input_ids"], pre_process=True)
+            of_megatron, ids = patched[fused], self.prepare_model_inputs(batch)["input_ids"]
+            packed, starts, _ = of_megatron.preprocess_thd_engine(ids, pre_process=True)
             labels, *_ = of_megatron.preprocess_thd_engine(
-                ids["input_ids"].clone(), pre_process=True, need_roll=True, cp_layout="zigzag"
+                ids.clone(), pre_process=True, need_roll=True, cp_layout="zigzag"
             )
             output_orig = model(
                 input_ids=packed,
@@ -393,369 +483,312 @@ def stub_verl_megatron() -> SimpleNamespace:
                 output_processor=of_megatron.fused_output_processor,
                 output_processor_context=SimpleNamespace(temperature=temperature),
             )
-            output = {"log_probs": postprocess_thd_engine(output_orig.log_probs, starts, ids["input_ids"])}
+            output = {"log_probs": postprocess_thd_engine(output_orig.log_probs, starts, ids)}
             if batch["calculate_entropy"]:
-                output["entropy"] = postprocess_thd_engine(output_orig.entropy, starts, ids["input_ids"])
+                output["entropy"] = postprocess_thd_engine(output_orig.entropy, starts, ids)
             return self.prepare_model_outputs(output, batch)
 
     registry: dict[str, Any] = {}
+    fused = "verl.models.mcore.model_forward_fused"
     modules = verl_distillation(registry) | {
         "verl.utils.model": {"CausalLMOutputForPPO": SimpleNamespace},
-        "verl.models.mcore.model_forward_fused": {
-            "preprocess_thd_engine": preprocess_thd_engine,
-            "fused_output_processor": None,
-        },
-        "verl.workers.engine.megatron.transformer_impl": {"MegatronEngineWithLMHead": Engine},
+        fused: {"preprocess_thd_engine": preprocess_thd_engine, "fused_output_processor": None},
+        OF_MEGATRON: {"MegatronEngineWithLMHead": Engine},
     }
-    patched = put_modules(pytest.MonkeyPatch(), modules)
-    return SimpleNamespace(registry=registry, Engine=Engine, fused=patched["verl.models.mcore.model_forward_fused"])
+    patched = put_modules(modules, pytest.MonkeyPatch())
+    return SimpleNamespace(registry=registry, Engine=Engine, fused=patched[fused])
 
 
-def verl_processor_worker(rank: int, folder: str) -> None:
+@contextmanager
+def kept(owners: dict[Any, tuple[str, ...]]) -> Iterator[None]:
+    """Give each owner these attributes back."""
+    before = [(owner, name, getattr(owner, name)) for owner, of_owner in owners.items() for name in of_owner]
+    yield
+    for owner, name, x in before:
+        setattr(owner, name, x)
+
+
+def call_processor(processor: Any, weight: Tensor, hidden: Tensor, group: Any, is_tied: bool, **given: Any) -> Any:
+    """Call an output processor as the end of Megatron's GPTModel does. `given` names what differs."""
+    layer = SimpleNamespace(weight=None if is_tied else weight, bias=given.pop("bias", None), tp_group=group)
+    layer.sequence_parallel = given.pop("sequence_parallel", False)
+    arguments: dict[str, Any] = dict.fromkeys(POSTPROCESS)
+    arguments |= {"hidden_states": hidden, "output_layer": layer, "output_weight": weight if is_tied else None}
+    return processor(**arguments | {"scale_logits": lambda z: z, "config": SimpleNamespace()} | given)
+
+
+def verl_processor_worker(rank: int, group: dist.ProcessGroup, case: Case) -> None:
     """Packed sequences of 7, 4 and 10 tokens, whose padded rows are 8, 4 and 10, on two tensor-parallel ranks."""
-    group, case = initialize(rank, folder), make_case(rank, WORLD)
     of_verl = stub_verl_megatron()
     from liger_chunked.integrations.frameworks import verl_megatron
 
     offsets = torch.tensor([0, 7, 11, 21])
-    ids = torch.nested.nested_tensor_from_jagged(case.target.clamp(min=0).flatten()[:21], offsets)
+    nested = partial(torch.nested.nested_tensor_from_jagged, offsets=offsets)
+    ids = case.target.clamp(min=0).flatten()[:21]
     places = torch.tensor([*range(7), *range(8, 22)])  # of the tokens among the 22 packed ones
-    packed_hidden, teacher_states = case.hidden.flatten(0, 1)[:22], case.hidden.flatten(0, 1)[8:29, :5].contiguous()
-    labels = of_verl.fused.preprocess_thd_engine(ids, need_roll=True)[0][0, places]
-    data = {"input_ids": ids, "calculate_entropy": True}
-    upstream = case.upstream.flatten(1)[:, :21]
-
-    class Model:
-        """The last layers of Megatron's GPTModel, which end in an output processor."""
-
-        def __init__(self, sequence_parallel: bool, tied: bool, bias: bool = False, scale: float = 1.0) -> None:
-            self.weight = case.weight[case.own].clone().requires_grad_()
-            part = slice(rank * 11, rank * 11 + 11) if sequence_parallel else slice(None)
-            self.hidden, self.part = packed_hidden[part, None].clone().requires_grad_(), part
-            self.bias = torch.linspace(-1, 1, V, dtype=torch.float64)[case.own].requires_grad_() if bias else None
-            self.layer = SimpleNamespace(weight=None if tied else self.weight, bias=self.bias, tp_group=group)
-            self.layer.sequence_parallel, self.tied, self.scale = sequence_parallel, tied, scale
-
-        def __call__(self, *, labels: Tensor, output_processor: Any, output_processor_context: Any, **_: Any) -> Any:
-            arguments: dict[str, Any] = dict.fromkeys(POSTPROCESS)
-            arguments |= {"hidden_states": self.hidden, "output_layer": self.layer, "labels": labels}
-            arguments |= {"output_weight": self.weight if self.tied else None, "context": output_processor_context}
-            arguments |= {"scale_logits": lambda z: self.scale * z, "config": SimpleNamespace()}
-            return output_processor(**arguments)
-
-    def exact(temperature: float, vocab: int = V, bias: bool = False) -> Any:
-        """The parts of what this test expects: leaves, and whole log-probabilities of the 21 tokens."""
-        w, x = case.weight.clone().requires_grad_(), packed_hidden.clone().requires_grad_()
-        z = x @ w.T + (torch.linspace(-1, 1, V, dtype=torch.float64) if bias else 0.0)
-        return w, x, (z / temperature)[places, :vocab].log_softmax(-1)
-
-    def statistics(log_p: Tensor) -> tuple[Tensor, Tensor]:
-        few = labels.clamp(max=log_p.shape[1] - 1)
-        return log_p.gather(-1, few[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
-
-    def check_grads(model: Model, w: Tensor, x: Tensor, message: str) -> None:
-        assert w.grad is not None and x.grad is not None
-        check(model.weight.grad, w.grad[case.own], f"dW {message}")
-        check(model.hidden.grad, x.grad[model.part, None], f"dX {message}")
-
+    teacher_states = case.hidden.flatten(0, 1)[8:29, :5].contiguous()
+    case = case._replace(hidden=case.hidden.flatten(0, 1)[:22])
+    bias = torch.linspace(-1, 1, V, dtype=torch.float64)
+    data = {"input_ids": nested(ids), "calculate_entropy": True}
     engine = of_verl.Engine()
-    for sequence_parallel, tied, temperature, vocab, bias, scale in (
-        (False, False, 1.0, V, False, 1.0),
-        (True, True, 0.7, V, False, 1.0),
-        (True, False, 1.3, V - 3, False, 1.0),
-        (False, True, 1.3, V, True, 1.0),
-        (True, False, 1.0, V, False, 0.5),
-    ):
-        message = f"{sequence_parallel=} {tied=} {temperature=} {vocab=} {bias=} {scale=}"
-        batch = data | {"input_ids": torch.nested.nested_tensor_from_jagged(ids.values().clamp(max=vocab - 1), offsets)}
+    hooks = ("prepare_model_inputs", "prepare_model_outputs")
+    of_engine = {of_verl.Engine: hooks, of_verl.fused: ("preprocess_thd_engine",)}
+
+    def model(weight: Tensor, hidden: Tensor, scale: float = 1.0, **given: Any) -> Callable[..., Any]:
+        def forward(*, labels: Tensor, output_processor: Any, output_processor_context: Any, **_: Any) -> Any:
+            context: dict[str, Any] = {"context": output_processor_context, "labels": labels}
+            scaled = {"scale_logits": lambda z: scale * z}
+            return call_processor(output_processor, weight, hidden, group, **given, **context, **scaled)
+
+        return forward
+
+    def part_of(sequence_parallel: bool) -> Callable[[Tensor], Tensor]:
+        part = slice(rank * 11, rank * 11 + 11) if sequence_parallel else slice(None)
+        return lambda x: x[part, None]
+
+    def exact_logits(weight: Tensor, hidden: Tensor, temperature: float, vocab: int, bias: Any = 0.0) -> Tensor:
+        """Return logits of the 21 tokens."""
+        return ((hidden @ weight.T + bias) / temperature)[places, :vocab]
+
+    def labels_of(ids: Tensor) -> Tensor:
+        return of_verl.fused.preprocess_thd_engine(nested(ids), need_roll=True)[0][0, places]
+
+    def check_statistics(sequence_parallel: bool, is_tied: bool, temperature: float, vocab: int, biased: bool,
+                         scale: float) -> list[Tensor]:  # fmt: skip
+        few = ids.clamp(max=vocab - 1)
         of_verl.fused.fused_output_processor = verl_megatron.FusedOutputProcessor(
             vocab_size=None if vocab == V else vocab, logits_budget="1KiB"
         )
-        model = Model(sequence_parallel, tied, bias, scale)
-        found = engine.forward_step(model, batch, temperature)
-        w, x, log_p = exact(temperature / scale, vocab, bias)
-        logps, entropy = statistics(log_p)
-        check(found["log_probs"].values(), logps.detach(), message)
-        check(found["entropy"].values(), entropy.detach(), message)
-        assert torch.equal(found["log_probs"].offsets(), offsets)
-        ours = torch.stack([found[name].values() for name in ("log_probs", "entropy")])
-        (ours * upstream).sum().backward()
-        (torch.stack([logps, entropy]) * upstream).sum().backward()
-        check_grads(model, w, x, message)
+
+        def ours(weight: Tensor, hidden: Tensor) -> Any:
+            given = {"is_tied": is_tied, "sequence_parallel": sequence_parallel, "scale": scale}
+            of_model = model(weight, hidden, **given, bias=bias[case.own] if biased else None)
+            found = engine.forward_step(of_model, data | {"input_ids": nested(few)}, temperature)
+            assert torch.equal(found["log_probs"].offsets(), offsets)
+            return found["log_probs"].values(), found["entropy"].values()
+
+        def exact(weight: Tensor, hidden: Tensor) -> Any:
+            z = exact_logits(weight, hidden, temperature / scale, vocab, bias if biased else 0.0)
+            return statistics(z, labels_of(few))
+
+        return check_step(ours, exact, case, layout=part_of(sequence_parallel))
+
+    check_statistics(False, False, 1.0, V, False, 1.0)
+    check_statistics(True, True, 0.7, V, False, 1.0)
+    check_statistics(True, False, 1.3, V - 3, False, 1.0)
+    check_statistics(False, True, 1.3, V, True, 1.0)
+    weight, hidden = check_statistics(True, False, 1.0, V, False, 0.5)
+    plain_model = model(weight, hidden, is_tied=False, sequence_parallel=True)
     with torch.no_grad():
-        assert not engine.forward_step(model, batch, 1.0)["log_probs"].requires_grad
+        assert not engine.forward_step(plain_model, data, 1.0)["log_probs"].requires_grad
 
     # Distillation: responses of 3, 2 and 4 tokens, which the positions before them predict.
-    loaded: list[int] = []
     teacher_weight = torch.cat([case.weight[:, 3:], case.weight[:2, 3:]])  # of two more tokens
-    response = torch.tensor([3, 2, 4])
+    few = ids.clamp(max=V - 4)  # of all distillations: one has no more ids
     batch = data | {
-        "teacher_hidden_states": torch.nested.nested_tensor_from_jagged(teacher_states, offsets),
+        "input_ids": nested(few),
+        "teacher_hidden_states": nested(teacher_states),
         "responses": torch.nested.nested_tensor_from_jagged(torch.zeros(9), torch.tensor([0, 3, 5, 9])),
         "distillation_use_topk": True,
     }
     read = torch.zeros(21, dtype=torch.bool)
-    for end, n in zip(offsets[1:].tolist(), response.tolist(), strict=True):
+    for end, n in zip((7, 11, 21), (3, 2, 4), strict=True):
         read[end - 1 - n : end - 1] = True
-    engine_hooks = [getattr(of_verl.Engine, name) for name in ("prepare_model_inputs", "prepare_model_outputs")]
-    preprocess = of_verl.fused.preprocess_thd_engine
-    few = ids.values().clamp(max=V - 4)  # of all distillations: one has no more ids
-    batch["input_ids"] = torch.nested.nested_tensor_from_jagged(few, offsets)
-    labels = labels.clamp(max=V - 4)
-    for i, (reverse, vocab, sequence_parallel, only) in enumerate(
-        ((False, V, True, True), (True, V - 3, True, False), (False, V, False, False), (True, V, False, True))
-    ):
+
+    def check_distillation(reverse: bool, vocab: int, sequence_parallel: bool, only: bool) -> None:
+        mode, loaded = f"hidden{reverse}{vocab}{sequence_parallel}", []
         verl_megatron.distill_from_hidden_states(
             lambda: loaded.append(1) or teacher_weight,  # type: ignore[func-returns-value]
             partial(LigerFusedLinearKLDivLoss, reverse=reverse),
-            loss_mode=f"hidden{i}",
+            loss_mode=mode,
             vocab_size=None if vocab == V else vocab,
             logits_budget="1KiB",
         )
-        settings, loss = of_verl.registry[f"hidden{i}"]
+        settings, loss = of_verl.registry[mode]
         assert settings.use_topk
         given = batch | {"distillation_only": only, "calculate_entropy": not only}
         engine = of_verl.Engine()
-        for _ in range(2):
-            model = Model(sequence_parallel, tied=not only, scale=0.5)
-            found = engine.forward_step(model, given, 0.7)
-        assert len(loaded) == i + 1
-        w, x, log_p = exact(1.4, vocab)
-        log_q = (teacher_states @ teacher_weight[:vocab].T).log_softmax(-1)
-        terms = (log_p.exp() * (log_p - log_q)) if reverse else (log_q.exp() * (log_q - log_p))
-        expected = [terms.sum(-1).where(read, 0.0)]
-        losses, _ = loss(None, None, found, given)
-        assert losses.is_nested and torch.equal(losses.offsets(), offsets)
-        ours = [losses.values()]
-        assert ("log_probs" in found, "entropy" in found) == (not only, not only)
-        if not only:
-            expected += statistics(log_p)
-            ours += [found["log_probs"].values(), found["entropy"].values()]
-        weights = [*upstream, upstream[0].flip(0)]
-        for mine, value in zip(ours, expected, strict=True):
-            check(mine, value.detach(), f"distillation {i}")
-        sum((mine * g).sum() for mine, g in zip(ours, weights, strict=False)).backward()  # type: ignore[union-attr]
-        sum((value * g).sum() for value, g in zip(expected, weights, strict=False)).backward()  # type: ignore[union-attr]
-        check_grads(model, w, x, f"distillation {i}")
+        both = {"is_tied": not only, "sequence_parallel": sequence_parallel, "scale": 0.5}
+
+        def ours(weight: Tensor, hidden: Tensor) -> list[Tensor]:
+            for _ in range(2):
+                found = engine.forward_step(model(weight, hidden, **both), given, 0.7)
+            losses, _ = loss(None, None, found, given)
+            assert losses.is_nested and torch.equal(losses.offsets(), offsets)
+            assert ("log_probs" in found, "entropy" in found) == (not only, not only)
+            return [losses.values(), *(found[name].values() for name in ("log_probs", "entropy") if not only)]
+
+        def exact(weight: Tensor, hidden: Tensor) -> list[Tensor]:
+            z = exact_logits(weight, hidden, 1.4, vocab)
+            log_p, log_q = z.log_softmax(-1), (teacher_states @ teacher_weight[:vocab].T).log_softmax(-1)
+            terms = (log_p.exp() * (log_p - log_q)) if reverse else (log_q.exp() * (log_q - log_p))
+            return [terms.sum(-1).where(read, 0.0), *(() if only else statistics(z, labels_of(few)))]
+
+        leaves = check_step(ours, exact, case, layout=part_of(sequence_parallel))
+        assert len(loaded) == 1
         undistilled = given | {"distillation_use_topk": False, "calculate_entropy": True}
-        plain = engine.forward_step(Model(sequence_parallel, True), undistilled, 0.7)
+        of_model = model(*leaves, is_tied=True, sequence_parallel=sequence_parallel)
+        plain = engine.forward_step(of_model, undistilled, 0.7)
         assert set(plain) == {"log_probs", "entropy"} and plain["log_probs"].dim() == 2
-        with pytest.raises(ValueError, match=f"loss_mode='hidden{i}' needs teacher_hidden_states"):
+        with pytest.raises(ValueError, match=f"loss_mode='{mode}' needs teacher_hidden_states"):
             loss(None, None, plain, data)
-        if i < 3:  # the next one is set in the place of verl's, not of this one
-            for name, hook in zip(("prepare_model_inputs", "prepare_model_outputs"), engine_hooks, strict=True):
-                setattr(of_verl.Engine, name, hook)
-            of_verl.fused.preprocess_thd_engine = preprocess
-    with pytest.raises(ValueError, match="teacher_hidden_states need use_fused_kernels=True"):
-        engine.forward_step(model, batch | {"use_fused_kernels": False}, 0.7)
-    of_verl.fused.fused_output_processor = verl_megatron.FusedOutputProcessor()
-    with pytest.raises(ValueError, match=r"did not call verl's fused_output_processor.*Megatron-Core 0\.18"):
-        engine.forward_step(model, batch, 0.7)
-    for name, hook in zip(("prepare_model_inputs", "prepare_model_outputs"), engine_hooks, strict=True):
-        setattr(of_verl.Engine, name, hook)
+
+    for row in ((False, V, True, True), (True, V - 3, True, False), (False, V, False, False), (True, V, False, True)):
+        with kept(of_engine):  # each is set in the place of verl's, not of the one before
+            check_distillation(*row)
+    with kept(of_engine):
+        verl_megatron.distill_from_hidden_states(teacher_weight, loss_mode="refused")
+        with pytest.raises(ValueError, match="teacher_hidden_states need use_fused_kernels=True"):
+            engine.forward_step(plain_model, batch | {"use_fused_kernels": False}, 0.7)
+        of_verl.fused.fused_output_processor = verl_megatron.FusedOutputProcessor()
+        with pytest.raises(ValueError, match=r"did not call verl's fused_output_processor.*Megatron-Core 0\.18"):
+            engine.forward_step(plain_model, batch, 0.7)
     verl_megatron.distill_from_hidden_states(teacher_weight[:-3], loss_mode="few")
     with pytest.raises(ValueError, match=r"a row for each of the student's 24, .* pass vocab_size"):
-        engine.forward_step(model, batch, 0.7)
-    dist.destroy_process_group()
+        engine.forward_step(plain_model, batch, 0.7)
 
 
-test_verl_output_processor = run(verl_processor_worker)
+test_verl_output_processor = on_ranks(verl_processor_worker)
 
 
 # SkyRL 0.3.0, skyrl/backends/skyrl_train/distributed/megatron/model_utils.py: logps (B, S) float32, dX not reduced.
-def skyrl_worker(rank: int, folder: str) -> None:
-    group = initialize(rank, folder)
-    case = make_case(rank, WORLD)
-    apply = skyrl.FusedLinearChunkedDistributedLogprob.apply
-    expected = eager(case, upstream=only(case, 0))
+def skyrl_worker(rank: int, group: dist.ProcessGroup, case: Case) -> None:
+    apply, rows = skyrl.FusedLinearChunkedDistributedLogprob.apply, (case.own.start, case.own.stop)
+
+    def logps(weight: Tensor, hidden: Tensor, chunk_size: int | None = None, inference_only: bool = False) -> Tensor:
+        return apply(hidden, weight, case.target, *rows, chunk_size, group, inference_only)
+
     for chunk_size in (S, 3, None):
-        weight, hidden = case.weight[case.own].clone().requires_grad_(), case.hidden.clone().requires_grad_()
-        logps = apply(hidden, weight, case.target, case.own.start, case.own.stop, chunk_size, group, False)
-        check(logps, expected.logps, "logps")
-        logps.backward(case.upstream[0])
-        check(weight.grad, expected.weight_grad[case.own], "dW")
-        check(summed(hidden.grad), expected.hidden_grad, "dX")
-    found = apply(hidden, weight, case.target, case.own.start, case.own.stop, None, group, True)
+        weight, hidden = check_step(partial(logps, chunk_size=chunk_size), case.logps, case, is_share=True)
+    found = logps(weight, hidden, inference_only=True)
     assert not found.requires_grad
-    check(found, expected.logps, "inference_only")
+    check(found, case.logps(case.weight, case.hidden), "inference_only")
     # The hidden states take the weight's dtype, and their gradient keeps their own.
     low = hidden.detach().bfloat16().requires_grad_()
-    found = apply(low, weight.detach().float(), case.target, case.own.start, case.own.stop, None, group)
+    found = logps(weight.detach().float(), low)
     found.sum().backward()
     assert found.dtype == torch.float32 and low.grad is not None and low.grad.dtype == torch.bfloat16
     with pytest.raises(ValueError, match=r"the vocabulary range must be \d+ to \d+, the rows .* got 1 to 13"):
         apply(hidden, weight, case.target, 1, 13, None, group)
-    dist.destroy_process_group()
 
 
-test_skyrl = run(skyrl_worker)
-
-
-def test_skyrl_interface() -> None:
-    call = ["hidden", "weight", "target", "vocab_start_index", "vocab_end_index", "chunk_size", "tp_group"]
-    assert names(skyrl.FusedLinearChunkedDistributedLogprob.apply) == [*call, "inference_only"]
-    if theirs := installed("skyrl.backends.skyrl_train.distributed.megatron.model_utils"):
-        assert names(theirs.FusedLinearChunkedDistributedLogprob.forward) == [*call, "inference_only"]
+test_skyrl = on_ranks(skyrl_worker)
 
 
 # NeMo-RL, commit 7ea279a of 2026-08-22, nemo_rl/distributed/model_utils.py: hidden states (S / ranks, B, H), logps
 # (B, S) float32, dX (S / ranks, B, H) summed over the ranks.
-def nemo_rl_worker(rank: int, folder: str) -> None:
-    group = initialize(rank, folder)
-    case = make_case(rank, WORLD)
-    apply = nemo_rl.ChunkedDistributedHiddenStatesToLogprobs.apply
-    expected = eager(case, upstream=only(case, 0))
-    whole = case.hidden.transpose(0, 1)
+def nemo_rl_worker(rank: int, group: dist.ProcessGroup, case: Case) -> None:
+    def logps(weight: Tensor, hidden: Tensor, chunk_size: int | None = None, inference_only: bool = False) -> Tensor:
+        rows = case.own.start, case.own.stop
+        apply = nemo_rl.ChunkedDistributedHiddenStatesToLogprobs.apply
+        return apply(hidden, case.target, weight, *rows, chunk_size, group, inference_only)
+
     for chunk_size in (4, None):
-        weight = case.weight[case.own].clone().requires_grad_()
-        hidden = whole[case.part].clone().requires_grad_()
-        logps = apply(hidden, case.target, weight, case.own.start, case.own.stop, chunk_size, group, False)
-        check(logps, expected.logps, "logps")
-        logps.backward(case.upstream[0])
-        check(weight.grad, expected.weight_grad[case.own], "dW")
-        check(hidden.grad, expected.hidden_grad.transpose(0, 1)[case.part], "dX")
-    found = apply(hidden, case.target, weight, case.own.start, case.own.stop, None, group, inference_only=True)
+        leaves = check_step(
+            partial(logps, chunk_size=chunk_size), case.logps, case, layout=lambda x: positions_first(x)[case.part]
+        )
+    found = logps(*leaves, inference_only=True)
     assert not found.requires_grad
-    check(found, expected.logps, "inference_only")
-    dist.destroy_process_group()
+    check(found, case.logps(case.weight, case.hidden), "inference_only")
 
 
-test_nemo_rl = run(nemo_rl_worker)
+test_nemo_rl = on_ranks(nemo_rl_worker)
 
 
 # NeMo-RL, nemo_rl/algorithms/loss/loss_functions.py: DistillationLossFn, with a top-k of the whole vocabulary.
-def kl_of_nemo_rl(log_p: Tensor, log_q: Tensor, kl_type: str, weight: float) -> Tensor:
-    forward = (log_q.exp() * (log_q - log_p)).sum(-1)
-    reverse = (log_p.exp() * (log_p - log_q)).sum(-1)
-    return {"forward": forward, "reverse": reverse, "mixed": weight * forward + (1.0 - weight) * reverse}[kl_type]
-
-
-def nemo_rl_kl_worker(rank: int, folder: str) -> None:
-    group = initialize(rank, folder)
-    case = make_case(rank, WORLD)
-    apply = nemo_rl.ChunkedDistributedHiddenStatesToKL.apply
+def nemo_rl_kl_worker(rank: int, group: dist.ProcessGroup, case: Case) -> None:
     generator = torch.Generator().manual_seed(1)
     teacher = torch.randn(B, S, 5, generator=generator, dtype=torch.float64)
     teacher_weight = torch.randn(V, 5, generator=generator, dtype=torch.float64)
-    whole, rows = case.hidden.transpose(0, 1), (case.own.start, case.own.stop)
-    for kl_type, chunk_size, mask in (("forward", 4, None), ("reverse", None, case.target >= 0), ("mixed", None, None)):
-        w, x = case.weight.clone().requires_grad_(), case.hidden.clone().requires_grad_()
-        log_p, log_q = (x @ w.T / 0.7).log_softmax(-1), (teacher @ teacher_weight.T).log_softmax(-1)
-        expected = kl_of_nemo_rl(log_p, log_q, kl_type, 0.3)
-        expected = expected if mask is None else expected.where(mask, 0.0)
-        exact = torch.autograd.grad((expected * case.upstream[0]).sum(), (w, x))
-        weight, hidden = case.weight[case.own].clone().requires_grad_(), whole[case.part].clone().requires_grad_()
-        found = apply(
-            hidden, weight, teacher, teacher_weight[case.own], *rows, chunk_size, group, mask=mask, kl_type=kl_type,
-            mixed_kl_weight=0.3, temperature=0.7,
-        )  # fmt: skip
-        check(found, expected.detach(), kl_type)
-        found.backward(case.upstream[0])
-        check(weight.grad, exact[0][case.own], "dW")
-        check(hidden.grad, exact[1].transpose(0, 1)[case.part], "dX")
-    assert not apply(hidden, weight, teacher, teacher_weight[case.own], *rows, None, group, True).requires_grad
+
+    def ours(weight: Tensor, hidden: Tensor, *given: Any, states: Tensor = teacher, **options: Any) -> Tensor:
+        rows = case.own.start, case.own.stop
+        chunk_size, *rest = given or (None,)
+        return nemo_rl.ChunkedDistributedHiddenStatesToKL.apply(
+            hidden, weight, states, teacher_weight[case.own], *rows, chunk_size, group, *rest, **options
+        )
+
+    def exact(weight: Tensor, hidden: Tensor, parts: tuple[float, float], mask: Tensor | None) -> Tensor:
+        log_p, log_q = (hidden @ weight.T / 0.7).log_softmax(-1), (teacher @ teacher_weight.T).log_softmax(-1)
+        forward, reverse = ((a.exp() * (a - b)).sum(-1) for a, b in ((log_q, log_p), (log_p, log_q)))
+        found = parts[0] * forward + parts[1] * reverse
+        return found if mask is None else found.where(mask, 0.0)
+
+    for kl_type, parts, chunk_size, mask in (
+        ("forward", (1.0, 0.0), 4, None),
+        ("reverse", (0.0, 1.0), None, case.target >= 0),
+        ("mixed", (0.3, 0.7), None, None),
+    ):
+        options = {"mask": mask, "kl_type": kl_type, "mixed_kl_weight": 0.3, "temperature": 0.7}
+        weight, hidden = check_step(
+            lambda w, x, chunk_size=chunk_size, options=options: ours(w, x, chunk_size, **options),
+            partial(exact, parts=parts, mask=mask),
+            case,
+            layout=lambda x: positions_first(x)[case.part],
+        )
+    assert not ours(weight, hidden, None, True).requires_grad
     with pytest.raises(ValueError, match=r"kl_type must be one of .*'js'"):
-        apply(hidden, weight, teacher, teacher_weight[case.own], *rows, None, group, kl_type="js")
+        ours(weight, hidden, kl_type="js")
     with pytest.raises(ValueError, match=f"must have the {S} positions of all ranks"):
-        apply(hidden, weight, teacher[:, case.part], teacher_weight[case.own], *rows, None, group)
-    dist.destroy_process_group()
+        ours(weight, hidden, states=teacher[:, case.part])
 
 
-test_nemo_rl_kl = run(nemo_rl_kl_worker)
+test_nemo_rl_kl = on_ranks(nemo_rl_kl_worker)
 
 
-def test_nemo_rl_interface() -> None:
-    call = ["tensor_parallel_hidden_states", "target", "output_weight_layer", "vocab_start_index", "vocab_end_index"]
-    call += ["chunk_size", "tp_group", "inference_only"]
-    assert names(nemo_rl.ChunkedDistributedHiddenStatesToLogprobs.apply) == call
-    if theirs := installed("nemo_rl.distributed.model_utils"):
-        assert names(theirs.ChunkedDistributedHiddenStatesToLogprobs.forward) == call
-
-
-# Megatron-Core 0.19.2, megatron/core/models/gpt/gpt_model.py (GPTModel._postprocess): hidden states (s, b, h), the
-# rank's part of s with sequence parallelism; labels and loss (b, s), shifted already; a padded row is in the softmax.
-# megatron/core/tensor_parallel/layers.py (ColumnParallelLinear): the whole dX is summed over the ranks.
-POSTPROCESS = {
-    *("hidden_states", "output_layer", "output_weight", "labels", "loss_mask", "input_ids", "position_ids"),
-    *("attention_mask", "decoder_input", "inference_context", "packed_seq_params", "runtime_gather_output", "context"),
-    *("compute_language_model_loss", "scale_logits", "config"),
-}
-
-
-def megatron_worker(rank: int, folder: str) -> None:
-    group = initialize(rank, folder)
-    case = make_case(rank, WORLD)
+def megatron_worker(rank: int, group: dist.ProcessGroup, case: Case) -> None:
     mask = torch.ones(B, S)
     mask[1, 2:5] = 0.0
     masked = case._replace(target=case.target.masked_fill(mask == 0, IGNORE))
-    whole = case.hidden.transpose(0, 1)
 
-    def call(processor: megatron.OutputProcessor, sequence_parallel: bool, tied: bool, **given: Any) -> Any:
-        weight = case.weight[case.own].clone().requires_grad_()
-        hidden = (whole[case.part] if sequence_parallel else whole).clone().requires_grad_()
-        layer = SimpleNamespace(
-            weight=None if tied else weight, bias=None, tp_group=group, sequence_parallel=sequence_parallel
-        )
-        arguments: dict[str, Any] = dict.fromkeys(POSTPROCESS)
-        arguments |= {"hidden_states": hidden, "output_layer": layer, "output_weight": weight if tied else None}
-        arguments |= {"labels": case.target, "loss_mask": mask, "scale_logits": lambda z: z, **given}
-        return processor(**arguments), weight, hidden
+    def layout_of(sequence_parallel: bool) -> Callable[[Tensor], Tensor]:
+        return lambda x: positions_first(x)[case.part if sequence_parallel else slice(None)]
 
-    def check_grads(weight: Tensor, hidden: Tensor, expected: Expected, sequence_parallel: bool) -> None:
-        grad = expected.hidden_grad.transpose(0, 1)
-        check(weight.grad, expected.weight_grad[case.own], "dW")
-        check(hidden.grad, grad[case.part] if sequence_parallel else grad, "dX")
+    def call(processor: megatron.OutputProcessor, weight: Tensor, hidden: Tensor, **given: Any) -> Any:
+        given = {"is_tied": False, "labels": case.target, "loss_mask": mask, **given}
+        return call_processor(processor, weight, hidden, group, **given)
 
-    for sequence_parallel, tied in ((False, False), (True, True)):
+    few, of_padded = masked.target.clamp(max=V - 4), megatron.OutputProcessor(linear_token_stats, vocab_size=V - 3)
+    context = {"outputs": ("logps", "entropy"), "temperature": 0.7}
+    for both in (False, True):
+        given = {"sequence_parallel": both, "is_tied": both}
         # The cross entropy of each token, with MuP's multiplier: 1 / 0.5 is a temperature.
-        expected = eager(masked, temperature=2.0, upstream=only(case, 0))
-        losses, weight, hidden = call(
-            megatron.OutputProcessor(), sequence_parallel, tied, scale_logits=lambda z: 0.5 * z
+        leaves = check_step(
+            partial(call, megatron.OutputProcessor(), **given, scale_logits=lambda z: 0.5 * z),
+            lambda w, x: -masked.statistics(w, x, 2.0)[0],
+            case,
+            layout=layout_of(both),
         )
-        check(losses, -expected.logps, "loss")
-        losses.backward(-case.upstream[0])
-        check_grads(weight, hidden, expected, sequence_parallel)
-
         # Statistics, at a temperature, without the rows of padding.
-        few = masked._replace(target=masked.target.clamp(max=V - 4))
-        expected = eager(few, temperature=0.7, vocab=V - 3)
-        processor = megatron.OutputProcessor(linear_token_stats, vocab_size=V - 3)
-        context = {"outputs": ("logps", "entropy"), "temperature": 0.7}
-        stats, weight, hidden = call(processor, sequence_parallel, tied, context=context, labels=few.target)
-        check(stats.logps, expected.logps, "logps")
-        check(stats.entropy, expected.entropy, "entropy")
-        torch.autograd.backward([stats.logps, stats.entropy], list(case.upstream))
-        check_grads(weight, hidden, expected, sequence_parallel)
+        of_few = partial(call, of_padded, **given, context=context, labels=few)
+        check_step(
+            lambda w, x, of_few=of_few: attrgetter("logps", "entropy")(of_few(w, x)),
+            lambda w, x: statistics((x @ w.T / 0.7)[..., : V - 3], few),
+            case,
+            layout=layout_of(both),
+        )
 
     # A divergence for each token, of a teacher's hidden states.
-    x, w = case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_()
     teacher = {"teacher_weight": case.weight.flip(1), "teacher_input": case.hidden.flip(0)}
-    exact, _ = LigerFusedLinearKLDivLoss(w, x, **teacher, target=masked.target, reduction="none", reverse=True)
-    (exact * case.upstream[0]).sum().backward()
     loss = LigerFusedLinearKLDivLoss(reduction="none", reverse=True)
     own_teacher = {"teacher_weight": teacher["teacher_weight"][case.own], "teacher_input": teacher["teacher_input"]}
-    (found, _), weight, hidden = call(megatron.OutputProcessor(loss), False, False, context=own_teacher)
-    check(found, exact.detach(), "KL")
-    found.backward(case.upstream[0])
-    assert w.grad is not None and x.grad is not None
-    check(weight.grad, w.grad[case.own], "dW")
-    check(hidden.grad, x.grad.transpose(0, 1), "dX")
+    check_step(
+        lambda w, x: call(megatron.OutputProcessor(loss), w, x, context=own_teacher)[0],
+        lambda w, x: loss(w, x, **teacher, target=masked.target)[0],
+        case,
+        layout=positions_first,
+    )
 
     # A loss over sequences: two pairs of (b, s), chosen first.
-    case = case._replace(hidden=torch.cat([case.hidden, case.hidden[:1].flip(1)]))
-    case = case._replace(target=torch.cat([case.target, case.target[1:2]]))
-    whole, mask = case.hidden.transpose(0, 1), torch.ones(B + 1, S)
-    (loss, _), weight, hidden = call(
-        megatron.OutputProcessor(partial(LigerFusedLinearDPOLoss, use_ref_model=False)), True, False
+    target = torch.cat([case.target, case.target[1:2]])
+    dpo = megatron.OutputProcessor(partial(LigerFusedLinearDPOLoss, use_ref_model=False))
+    of_pairs = {"sequence_parallel": True, "labels": target, "loss_mask": torch.ones(B + 1, S)}
+    check_step(
+        lambda w, x: call(dpo, w, x, **of_pairs)[0],
+        lambda w, x: LigerFusedLinearDPOLoss(w, x, target, use_ref_model=False)[0],
+        case._replace(hidden=torch.cat([case.hidden, case.hidden[:1].flip(1)])),
+        layout=layout_of(True),
     )
-    loss.backward()
-    w, x = case.weight.clone().requires_grad_(), case.hidden.clone().requires_grad_()
-    exact, _ = LigerFusedLinearDPOLoss(w, x, case.target, use_ref_model=False)
-    exact.backward()
-    check(loss, exact.detach(), "dpo")
-    assert w.grad is not None and x.grad is not None
-    check(weight.grad, w.grad[case.own], "dW")
-    check(hidden.grad, x.grad.transpose(0, 1)[case.part], "dX")
 
     refused: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (ValueError, "labels must be given", {"labels": None}),
@@ -765,16 +798,14 @@ def megatron_worker(rank: int, folder: str) -> None:
     ]
     for error, message, given in refused:
         with pytest.raises(error, match=message):
-            call(megatron.OutputProcessor(), False, False, **given)
-    dist.destroy_process_group()
+            call(megatron.OutputProcessor(), *leaves, **given)
 
 
-test_megatron = run(megatron_worker)
+test_megatron = on_ranks(megatron_worker)
 
 
-def megatron_model_worker(rank: int, folder: str) -> None:
+def megatron_model_worker(rank: int, group: dist.ProcessGroup, case: Case) -> None:
     """A GPTModel of Megatron-Core: the same losses and gradients with the output processor as without."""
-    initialize(rank, folder)
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
@@ -794,7 +825,6 @@ def megatron_model_worker(rank: int, folder: str) -> None:
     get_cuda_rng_tracker().fork = lambda *_: nullcontext()
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=WORLD)
-    case = make_case(rank, WORLD)
     # Sequence parallelism, a tied head, MuP's multiplier, depths of multi-token prediction.
     cases = ((False, False, False, 0), (True, True, False, 0), (True, False, True, 0), (False, False, True, 2))
     for sequence_parallel, tied, use_mup, depths in (*cases, (True, True, False, 2)):
@@ -830,7 +860,7 @@ def megatron_model_worker(rank: int, folder: str) -> None:
         ids = case.target.clamp(min=0)
         labels, mask = ids.roll(-1, 1), torch.ones(B, S)
         mask[:, -1] = mask[0, :4] = 0.0
-        upstream = case.upstream[0] * mask
+        upstream = torch.linspace(-1, 2, B * S, dtype=torch.float64).view(B, S) * mask
         causal = torch.ones(1, 1, S, S).triu(1).bool()
 
         def step(model: Any = model, given: Any = (ids, labels, mask, upstream, causal), **options: Any) -> Any:
@@ -849,24 +879,20 @@ def megatron_model_worker(rank: int, folder: str) -> None:
         # Megatron's softmax is in float32.
         for x, e in zip(ours, stock, strict=True):
             assert relative_error(x.detach(), e.detach()) < 1e-6, (sequence_parallel, tied, use_mup, depths)
-    dist.destroy_process_group()
 
 
-@needs_gloo
 def test_megatron_model(tmp_path: Path, fresh_process: FreshProcesses) -> None:
     found = installed("megatron.core.models.gpt.gpt_model")
     if found is None or "output_processor" not in names(found.GPTModel.forward):
         pytest.skip("no Megatron-Core of 0.18 or newer")
-    fresh_process.spawn(megatron_model_worker, WORLD, str(tmp_path))
+    on_ranks(megatron_model_worker)(tmp_path, fresh_process)
 
 
 # Megatron-Core 0.18 to 0.19, megatron/core/transformer/multi_token_prediction.py (process_mtp_loss): the states of the
 # main model and of each depth lie one behind the other in s. At each depth it calls
 # `output_layer(hidden, weight=, runtime_gather_output=)`, scales the logits, shifts the labels by one more, and calls
 # `compute_language_model_loss(labels, logits)` for (b, s) losses; since 0.19 `_compute_mtp_acceptance_counts` too.
-def mtp_module(name: str) -> Any:
-    module: Any = ModuleType(name)
-
+def stub_mtp() -> Any:
     def of_logits(*_: Any) -> None:
         raise AssertionError("there are no logits")
 
@@ -890,7 +916,9 @@ def mtp_module(name: str) -> Any:
             found.append((losses, *counts))
         return found
 
-    module.process_mtp_loss, module._compute_mtp_acceptance_counts = process_mtp_loss, of_logits
+    name = "megatron.core.transformer.multi_token_prediction"
+    members = {"process_mtp_loss": process_mtp_loss, "_compute_mtp_acceptance_counts": of_logits}
+    module: Any = put_modules({name: members}, pytest.MonkeyPatch())[name]
     return module
 
 
@@ -898,83 +926,69 @@ def rolled(x: Tensor, shift: int) -> Tensor:
     return nn.functional.pad(x[:, shift:], (0, shift))
 
 
-def mtp_worker(rank: int, folder: str) -> None:
+def mtp_worker(rank: int, group: dist.ProcessGroup, case: Case) -> None:
     """Two depths on a stub of Megatron-Core, whose own model `megatron_model_worker` runs."""
-    group = initialize(rank, folder)
-    case = make_case(rank, WORLD)
     target, mask = case.target.clamp(max=V - 4), torch.ones(B, S)
     mask[1, 2:5] = 0.0
     states = [x.transpose(0, 1) for x in (case.hidden.flip(2), case.hidden, case.hidden.flip(0))]
-    w, *xs = (x.clone().requires_grad_() for x in (case.weight, *states))
-    exact = []
-    for depth, x in enumerate(xs[1:], 1):
-        labels, keep = rolled(target, depth), rolled(mask, depth)
-        z = 0.5 * (x.transpose(0, 1) @ w.T)[..., : V - 3]
-        losses = nn.functional.cross_entropy(z.flatten(0, 1), labels.flatten(), reduction="none").view(B, S)
-        exact.append((losses * keep, ((z.argmax(-1) == labels) & keep.bool()).sum().float(), keep.sum()))
-    torch.autograd.backward([losses for losses, *_ in exact], list(case.upstream))
-
-    name = "megatron.core.transformer.multi_token_prediction"
-    module, model, parent = mtp_module(name), ModuleType("a.model"), ModuleType("megatron.core.transformer")
+    case = case._replace(hidden=torch.stack(states))  # (3, s, b, h)
+    module, model = stub_mtp(), ModuleType("a.model")
     stock = model.process_mtp_loss = module.process_mtp_loss  # type: ignore[attr-defined]
-    parent.multi_token_prediction = module  # type: ignore[attr-defined]
-    for of_stub in (ModuleType("megatron"), ModuleType("megatron.core"), parent, module, model):
-        sys.modules[of_stub.__name__] = of_stub
-    for sequence_parallel, tied in ((False, False), (True, True)):
-        weight = case.weight[case.own].clone().requires_grad_()
-        # With sequence parallelism, a rank has its part of each depth.
-        part = case.part if sequence_parallel else slice(None)
-        local = torch.cat([x[part] for x in states]).requires_grad_()
-        head = SimpleNamespace(weight=None if tied else weight, bias=None, tp_group=group, gather_output=False)
-        head.sequence_parallel = sequence_parallel
+    sys.modules[model.__name__] = model
+
+    def exact(weight: Tensor, hidden: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the losses of each depth, and the numbers of right tokens and of all."""
+        losses, counts = [], []
+        for depth in (1, 2):
+            labels, keep = rolled(target, depth), rolled(mask, depth)
+            z = 0.5 * (hidden[depth].transpose(0, 1) @ weight.T)[..., : V - 3]
+            losses.append(-statistics(z, labels)[0] * keep)
+            counts += [((z.argmax(-1) == labels) & keep.bool()).sum().float(), keep.sum()]
+        return losses, counts
+
+    def ours(weight: Tensor, hidden: Tensor, both: bool) -> list[Tensor]:
+        head = SimpleNamespace(weight=None if both else weight, bias=None, tp_group=group, gather_output=False)
+        head.sequence_parallel = both
         with megatron.chunked_heads(vocab_size=V - 3, logits_budget=8 * 5 * V):
             assert module.process_mtp_loss is model.process_mtp_loss is not stock
             found = model.process_mtp_loss(
-                hidden_states=local,
+                hidden_states=hidden,
                 labels=target,
                 loss_mask=mask,
                 output_layer=head,
-                output_weight=weight if tied else None,
+                output_weight=weight if both else None,
                 compute_language_model_loss=None,
                 config=SimpleNamespace(mtp_num_layers=2),
                 scale_logits_fn=lambda z: z * 0.5,
             )
         assert module.process_mtp_loss is model.process_mtp_loss is stock
-        torch.autograd.backward([losses for losses, *_ in found], list(case.upstream))
-        for ours, theirs in zip(found, exact, strict=True):
-            for mine, value in zip(ours, theirs, strict=True):
-                check(mine, value.detach(), "losses and counts")
-        assert w.grad is not None and local.grad is not None
-        check(weight.grad, w.grad[case.own], "dW")
-        grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in xs]
-        check(local.grad, torch.cat([g[part] for g in grads]), "dX")
-    dist.destroy_process_group()
+        losses, *counts = zip(*found, strict=True)
+        for x, e in zip((x for of_depth in zip(*counts, strict=True) for x in of_depth), expected, strict=True):
+            check(x, e, "counts")
+        return list(losses)
+
+    _, expected = exact(case.weight, case.hidden)
+    for both in (False, True):  # a tied head, and with sequence parallelism the rank's part of each depth
+        part = case.part if both else slice(None)
+        check_step(
+            partial(ours, both=both),
+            lambda w, x: exact(w, x)[0],
+            case,
+            layout=lambda x, part=part: x[:, part].flatten(0, 1),
+        )
 
 
-test_megatron_mtp = run(mtp_worker)
-
-
-def test_megatron_passes_these_arguments() -> None:
-    parameters = inspect.signature(megatron.OutputProcessor.__call__).parameters.values()
-    assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} <= POSTPROCESS
-    assert any(p.kind is p.VAR_KEYWORD for p in parameters)
+test_megatron_mtp = on_ranks(mtp_worker)
 
 
 # torchtitan 0.3.0, torchtitan/components/loss.py and trainer.py: Trainer calls `config.loss.build(compile_config=...)`,
 # `set_lm_head` if the loss is a ChunkedLossWrapper, and `loss(pred, labels, global_valid_tokens, **inputs)`. Labels
 # are shifted already, -100 is ignored. Under "spmd_types" (distributed/spmd_types.py) parameters are plain rows, and
 # pred is R on "tp": its gradient is the rank's share.
-class Module(ModuleType):
-    """A stub of a framework's module."""
-
-    def __init__(self, name: str, **contents: Any) -> None:
-        super().__init__(name)
-        vars(self).update(contents)
-        sys.modules[name] = self
-
-
-def stub_torchtitan() -> None:
-    """Put the few names that the adapter needs in the place of torchtitan."""
+def stub_torchtitan(patch: pytest.MonkeyPatch) -> None:
+    """Put the few names that the adapter needs in the place of torchtitan, if it is not installed."""
+    if installed("torchtitan.components.loss") is not None:
+        return
     backend, meshes = ["spmd_types"], []
 
     class BaseLoss(ABC):  # noqa: B024
@@ -992,21 +1006,20 @@ def stub_torchtitan() -> None:
         yield
         meshes.pop()
 
-    Module("spmd_types", local=nullcontext, no_typecheck=nullcontext, is_type_checking=lambda: False)
-    for name in ("torchtitan", "torchtitan.components", "torchtitan.distributed"):
-        Module(name)
-    Module("torchtitan.components.loss", BaseLoss=BaseLoss, ChunkedLossWrapper=ChunkedLossWrapper)
-    Module(
-        "torchtitan.distributed.utils",
-        get_spmd_backend=lambda: backend[0],
-        set_spmd_backend=lambda name: backend.__setitem__(0, name),
-    )
-    Module(
-        "torchtitan.distributed.spmd_types",
-        current_spmd_mesh=lambda: meshes[-1] if meshes else None,
-        set_current_spmd_mesh=set_current_spmd_mesh,
-        spmd_mesh_size=lambda name: meshes[-1].size() if meshes else 1,
-    )
+    modules = {
+        "spmd_types": {"local": nullcontext, "no_typecheck": nullcontext, "is_type_checking": lambda: False},
+        "torchtitan.components.loss": {"BaseLoss": BaseLoss, "ChunkedLossWrapper": ChunkedLossWrapper},
+        "torchtitan.distributed.utils": {
+            "get_spmd_backend": lambda: backend[0],
+            "set_spmd_backend": lambda name: backend.__setitem__(0, name),
+        },
+        "torchtitan.distributed.spmd_types": {
+            "current_spmd_mesh": lambda: meshes[-1] if meshes else None,
+            "set_current_spmd_mesh": set_current_spmd_mesh,
+            "spmd_mesh_size": lambda name: meshes[-1].size() if meshes else 1,
+        },
+    }
+    put_modules(modules, patch)
 
 
 class Waits(TorchDispatchMode):
@@ -1037,94 +1050,88 @@ class Waits(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def titan_loss(**options: Any) -> Any:
+def titan_loss(head: nn.Module | None = None, **options: Any) -> Any:
     from liger_chunked.integrations.frameworks.torchtitan import FusedLinearCrossEntropyLoss
 
-    return FusedLinearCrossEntropyLoss(FusedLinearCrossEntropyLoss.Config(**options), compile_config=None)
+    loss = FusedLinearCrossEntropyLoss(FusedLinearCrossEntropyLoss.Config(**options), compile_config=None)
+    if head is not None:
+        loss.set_lm_head(head)
+    return loss
 
 
-def titan_head(weight: Tensor) -> nn.Linear:
+def head_of(weight: Tensor) -> nn.Linear:
     head = nn.Linear(H, V, bias=False, dtype=torch.float64)
-    head.weight = nn.Parameter(weight)
+    head.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight)
     return head
 
 
-def torchtitan_worker(rank: int, folder: str) -> None:
-    if installed("torchtitan.components.loss") is None:
-        stub_torchtitan()
+class Decoder(nn.Module):
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(H, dtype=torch.float64)
+        self.lm_head = head_of(weight.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+
+def torchtitan_worker(rank: int, group: dist.ProcessGroup, case: Case) -> None:
+    stub_torchtitan(pytest.MonkeyPatch())
     from torchtitan.distributed.spmd_types import set_current_spmd_mesh
     from torchtitan.distributed.utils import set_spmd_backend
 
-    initialize(rank, folder)
     mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
     # One row less: the second rank has fewer rows than the first.
-    case = make_case(rank, WORLD)
-    case = case._replace(weight=case.weight[:-1], target=case.target.clamp(max=V - 2))
-    ones = torch.zeros(2, B, S, dtype=torch.float64)
-    ones[0] = -1 / 7  # the sum of the cross entropy over 7 tokens
-    expected = eager(case, upstream=ones)
-    value, valid = -expected.logps.sum() / 7, torch.tensor(7)
+    case, valid = case._replace(weight=case.weight[:-1], target=case.target.clamp(max=V - 2)), torch.tensor(7)
+    alone = case._replace(own=slice(None))
+
+    def ours(weight: Tensor, hidden: Tensor, **options: Any) -> Tensor:
+        loss = titan_loss(head := head_of(weight), **options)
+        found, metrics = loss(hidden, case.target, valid, positions=torch.arange(S))
+        assert metrics == {} and "forward" not in vars(head)
+        return found
+
+    def exact(weight: Tensor, hidden: Tensor) -> Tensor:
+        return -case.logps(weight, hidden).sum() / 7
 
     # One rank without parallelism; and validation.
-    loss, head = titan_loss(logits_budget="1KiB"), titan_head(case.weight.clone())
     with pytest.raises(ValueError, match="call set_lm_head"):
-        loss(case.hidden, case.target)
-    loss.set_lm_head(head)
-    hidden = case.hidden.clone().requires_grad_()
-    found, metrics = loss(hidden, case.target, valid, positions=torch.arange(S))
-    check(found, value, "loss")
-    assert metrics == {} and "forward" not in vars(head)
-    found.backward()
-    check(head.weight.grad, expected.weight_grad, "dW")
-    check(hidden.grad, expected.hidden_grad, "dX")
+        titan_loss()(case.hidden, case.target)
+    weight, hidden = check_step(partial(ours, logits_budget="1KiB"), exact, alone)
+    loss, value = titan_loss(head := head_of(case.weight.clone()), logits_budget="1KiB"), exact(*case[:2])
     with torch.no_grad():
-        check(loss(hidden, case.target)[0], 7 * value, "validation")
+        check(loss(case.hidden, case.target)[0], 7 * value, "validation")
         # One row of packed sequences, as torchtitan's main branch passes it.
-        check(loss(hidden.flatten(0, 1), case.target.flatten(), valid)[0], value, "packed")
+        check(loss(case.hidden.flatten(0, 1), case.target.flatten(), valid)[0], value, "packed")
 
     # Under a CUDA graph: nothing is read on the host, whatever is ignored.
-    loss, head = titan_loss(logits_budget="1KiB", cuda_graphs=True), titan_head(case.weight.clone())
-    loss.set_lm_head(head)
-    hidden = case.hidden.clone().requires_grad_()
-    with Waits(is_capturing=True) as waits:
-        found, _ = loss(hidden, case.target, valid)
-        found.backward()
+    waits = Waits(is_capturing=True)
+    check_step(partial(ours, logits_budget="1KiB", cuda_graphs=True), exact, alone, within=waits)
     assert not waits.found, waits.found
-    check(found, value, "loss")
-    check(head.weight.grad, expected.weight_grad, "dW")
-    check(hidden.grad, expected.hidden_grad, "dX")
-    loss.config.cuda_graphs = False
     with Waits(is_capturing=False) as waits:
-        loss(hidden, case.target, valid)
+        loss(case.hidden, case.target, valid)
     assert waits.found
     head.forward = sharded = partial(head.forward)  # as torchtitan's Module.parallelize sets it
-    loss(hidden, case.target)
+    loss(case.hidden, case.target)
     assert head.forward is sharded
 
     # Plain rows.
     with set_current_spmd_mesh(mesh):
         for cuda_graphs in (False, True):
-            loss = titan_loss(global_vocab_size=V - 1, cuda_graphs=cuda_graphs)
-            head = titan_head(case.weight[case.own].clone())
-            loss.set_lm_head(head)
-            hidden = case.hidden.clone().requires_grad_()
-            found, _ = loss(hidden, case.target, valid)
-            check(found, value, "loss")
-            found.backward()
-            check(head.weight.grad, expected.weight_grad[case.own], "dW")
-            check(summed(hidden.grad), expected.hidden_grad, "dX")
+            options = {"global_vocab_size": V - 1, "cuda_graphs": cuda_graphs}
+            check_step(partial(ours, **options), exact, case, is_share=True)
 
     # DTensors.
     set_spmd_backend("partial_dtensor")
-    loss, head = titan_loss(), titan_head(distribute_tensor(case.weight, mesh, [Shard(0)]))
-    loss.set_lm_head(head)
+
     whole = distribute_tensor(case.hidden, mesh, [Replicate()]).requires_grad_()
+    loss = titan_loss(head := head_of(distribute_tensor(case.weight, mesh, [Shard(0)])))
     found, _ = loss(whole, case.target, valid)
     check(found, value, "loss")
     found.backward()
     assert isinstance(head.weight.grad, DTensor) and isinstance(whole.grad, DTensor)
-    check(head.weight.grad.full_tensor(), expected.weight_grad, "dW")
-    check(whole.grad.full_tensor(), expected.hidden_grad, "dX")
+    check(head.weight.grad.full_tensor(), weight.grad, "dW")
+    check(whole.grad.full_tensor(), hidden.grad, "dX")
     set_spmd_backend("full_dtensor")
     with pytest.raises(ValueError, match="spmd_backend must be 'spmd_types' or 'partial_dtensor'"):
         loss(whole, case.target, valid)
@@ -1134,61 +1141,30 @@ def torchtitan_worker(rank: int, folder: str) -> None:
         loss(SimpleNamespace(is_cuda=True), case.target, valid)
 
     # FSDP, which shards the norm and the head together: each rank has other sequences.
-    class Decoder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.LayerNorm(H, dtype=torch.float64)
-            self.lm_head = titan_head(case.weight.clone())
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.norm(x)
-
-    model, single = Decoder(), Decoder()
+    single, sequences = Decoder(case.weight), slice(0, 2) if rank == 0 else slice(2, 3)
     for reshard, cuda_graphs in ((False, False), (True, False), (True, True)):
-        model = Decoder()
+        model = Decoder(case.weight)
         fully_shard([model.norm, model.lm_head], mesh=mesh, reshard_after_forward=reshard)
         fully_shard(model, mesh=mesh)
-        loss = titan_loss(cuda_graphs=cuda_graphs)
         unsharded: list[bool] = []
         unshard = model.lm_head.unshard
         vars(model.lm_head)["unshard"] = lambda: unsharded.append(True) or unshard()  # noqa: B023
-        loss.set_lm_head(model.lm_head)
-        sequences = slice(0, 2) if rank == 0 else slice(2, 3)
-        for _ in range(2):  # the second step finds FSDP's hooks as the first left them
-            model.zero_grad()
-            found, _ = loss(model(case.hidden[sequences]), case.target[sequences], valid)
-            found.backward()
-        check(summed(found.detach()), eager_ce(single, case).detach() / 7, "loss")
+        loss = titan_loss(model.lm_head, cuda_graphs=cuda_graphs)
+        of_all = nn.functional.cross_entropy(
+            single.lm_head(single(case.hidden)).flatten(0, 1), case.target.flatten(), reduction="sum"
+        )
+        found = check_sharded_step(
+            model,
+            lambda: loss(model(case.hidden[sequences]), case.target[sequences], valid)[0],  # noqa: B023
+            single,
+            of_all / 7,
+            factor=WORLD,  # FSDP divides by the ranks
+        )
+        check(summed(found), of_all / 7, "loss")
         assert len(unsharded) == 2 * cuda_graphs  # a capture cannot wait for what FSDP's own gather leaves behind
-        single.zero_grad()
-        (eager_ce(single, case) / 7).backward()
-        for (name, p), q in zip(model.named_parameters(), single.parameters(), strict=True):
-            assert isinstance(p.grad, DTensor) and q.grad is not None
-            check(WORLD * p.grad.full_tensor(), q.grad, name)  # FSDP divides by the ranks
-    dist.destroy_process_group()
 
 
-def eager_ce(model: Any, case: Case) -> Tensor:
-    """The sum of the cross entropy, with logits."""
-    logits = model.lm_head(model.norm(case.hidden))
-    return nn.functional.cross_entropy(logits.flatten(0, 1), case.target.flatten(), reduction="sum")
-
-
-test_torchtitan = run(torchtitan_worker)
-
-
-@contextmanager
-def titan_in_place() -> Iterator[None]:
-    """torchtitan, or its stub, which is gone afterwards."""
-    before = {*sys.modules}
-    if installed("torchtitan.components.loss") is None:
-        stub_torchtitan()
-    try:
-        yield
-    finally:
-        for name in {*sys.modules} - before:
-            if name.startswith(("torchtitan", "spmd_types", "liger_chunked.integrations.frameworks.torchtitan")):
-                del sys.modules[name]
+test_torchtitan = on_ranks(torchtitan_worker)
 
 
 class TitanModel(nn.Module):
@@ -1272,12 +1248,13 @@ def check_titan_capture(is_sharded: bool, logits_budget: int | None) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("logits_budget", [None, 1000 * 2 * 64])
 @pytest.mark.parametrize("is_sharded", [False, True])
-def test_torchtitan_cuda_graph(is_sharded: bool, logits_budget: int | None) -> None:
+def test_torchtitan_cuda_graph(is_sharded: bool, logits_budget: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub_torchtitan(monkeypatch)
+    adapter("torchtitan", monkeypatch)
     if is_sharded:
         dist.init_process_group("nccl", rank=0, world_size=1, store=dist.HashStore())
     try:
-        with titan_in_place():
-            check_titan_capture(is_sharded, logits_budget)
+        check_titan_capture(is_sharded, logits_budget)
     finally:
         if is_sharded:
             dist.destroy_process_group()
@@ -1286,12 +1263,6 @@ def test_torchtitan_cuda_graph(is_sharded: bool, logits_budget: int | None) -> N
 # torchtune, commit bd2a0fc of 2026-04-23 (0.7.0), torchtune/modules/loss/loss_types.py, transformer.py, tied_linear.py
 # and recipes/full_finetune_distributed.py: `set_model_output(model)` after FSDP, `loss(outputs, labels)` after the
 # model's forward with `skip_output_layer`, a mean over tokens. FSDP wraps the root with reshard_after_forward=False.
-def stub_torchtune() -> None:
-    for name in ("torchtune", "torchtune.modules"):
-        Module(name)
-    Module("torchtune.modules.loss", SFTLoss=type("SFTLoss", (ABC,), {}))
-
-
 class TunedDecoder(nn.Module):
     def __init__(self, weight: Tensor, tied: bool) -> None:
         super().__init__()
@@ -1299,52 +1270,47 @@ class TunedDecoder(nn.Module):
         self.norm = nn.LayerNorm(H, dtype=torch.float64)
         self.tok_embeddings = nn.Embedding(V, H, dtype=torch.float64)
         self.tok_embeddings.weight = nn.Parameter(weight.clone())
-        self.output: Any = SimpleNamespace(tied_module=self.tok_embeddings) if tied else titan_head(weight.clone())
+        self.output: Any = SimpleNamespace(tied_module=self.tok_embeddings) if tied else head_of(weight.clone())
 
     def forward(self, ids: Tensor) -> Tensor:
         assert self.skip_output_layer
         return self.norm(self.tok_embeddings(ids))
 
 
-def torchtune_worker(rank: int, folder: str) -> None:
-    stub_torchtune()
-    from liger_chunked.integrations.frameworks.torchtune import FusedLinearCrossEntropyLoss
-
-    initialize(rank, folder)
+def torchtune_worker(rank: int, group: dist.ProcessGroup, case: Case) -> None:
+    patch = pytest.MonkeyPatch()
+    put_modules({"torchtune.modules.loss": {"SFTLoss": type("SFTLoss", (ABC,), {})}}, patch)
+    make = adapter("torchtune", patch).FusedLinearCrossEntropyLoss
     mesh = init_device_mesh("cpu", (WORLD,))
-    case = make_case(rank, WORLD)
-    ids, own = case.target.roll(1, 1).clamp(min=0), slice(0, 2) if rank == 0 else slice(2, 3)
+    ids, parts = case.target.roll(1, 1).clamp(min=0), (slice(0, 2), slice(2, 3))
     with pytest.raises(ValueError, match="call set_model_output"):
-        FusedLinearCrossEntropyLoss()(case.hidden, case.target)
+        make()(case.hidden, case.target)
     with pytest.raises(ValueError, match="tensor_parallel_dim must be 1"):
-        FusedLinearCrossEntropyLoss().patch_tp_plan({})
+        make().patch_tp_plan({})
     for tied, own_group in ((False, False), (False, True), (True, False)):
         single, model = TunedDecoder(case.weight, tied), TunedDecoder(case.weight, tied)
         single.skip_output_layer = True
         if own_group:
             fully_shard(model.output, mesh=mesh)
         fully_shard(model, mesh=mesh, reshard_after_forward=False)
-        loss = FusedLinearCrossEntropyLoss(logits_budget="1KiB").apply_compile_strategy()
+        loss = make(logits_budget="1KiB").apply_compile_strategy()
         loss.set_model_output(model)
-        for _ in range(2):  # the second step finds FSDP's hooks as the first left them
-            model.zero_grad()
-            found = loss(model(ids[own]), case.target[own])
-            found.backward()
         weight = single.tok_embeddings.weight if tied else single.output.weight
         means = [
             nn.functional.cross_entropy((single(ids[part]) @ weight.T).flatten(0, 1), case.target[part].flatten())
-            for part in (slice(0, 2), slice(2, 3))
+            for part in parts
         ]
-        check(found, means[rank].detach(), "loss")
-        (sum(means) / WORLD).backward()  # type: ignore[union-attr]
-        for (name, p), q in zip(model.named_parameters(), single.parameters(), strict=True):
-            assert isinstance(p.grad, DTensor) and q.grad is not None
-            check(p.grad.full_tensor(), q.grad, name)
-    assert FusedLinearCrossEntropyLoss.forward.__code__.co_varnames[:3] == ("self", "outputs", "targets")
-    dist.destroy_process_group()
+        found = check_sharded_step(
+            model,
+            lambda: loss(model(ids[parts[rank]]), case.target[parts[rank]]),  # noqa: B023
+            single,
+            torch.stack(means).mean(),
+        )
+        check(found, means[rank], "loss")
+    assert make.forward.__code__.co_varnames[:3] == ("self", "outputs", "targets")
 
 
-test_torchtune = run(torchtune_worker)
+test_torchtune = on_ranks(torchtune_worker)
 
 
 # slime, commit 624b824 of 2026-08-21 (0.3.1), slime/backends/megatron_utils: model.py calls GPTModel without labels,
@@ -1364,110 +1330,95 @@ def stub_slime() -> Any:
             logits, _ = self.output_layer(self.hidden.transpose(0, 1), weight=None, runtime_gather_output=None)
             return logits.transpose(0, 1).contiguous()
 
-    for name in ("megatron", "megatron.core.models", "slime", "slime.backends"):
-        Module(name)
-    state = Module("megatron.core.parallel_state", get_context_parallel_world_size=lambda: 1)
-    Module("megatron.core", parallel_state=state)
-    Module("megatron.core.models.gpt", GPTModel=GPTModel)
-    Module("megatron.core.tensor_parallel", ColumnParallelLinear=ColumnParallelLinear)
-    parts = {name: Module(f"slime.backends.megatron_utils.{name}") for name in ("actor", "loss")}
-    parts["steps"] = Module("slime.backends.megatron_utils.model", get_batch=lambda batch: batch)
-    Module("slime.backends.megatron_utils", **{"model" if n == "steps" else n: x for n, x in parts.items()})
-    return SimpleNamespace(state=state, model=GPTModel, head=ColumnParallelLinear, **parts)
+    path = "slime.backends.megatron_utils"
+    modules = {
+        "megatron.core.parallel_state": {"get_context_parallel_world_size": lambda: 1},
+        "megatron.core.models.gpt": {"GPTModel": GPTModel},
+        "megatron.core.tensor_parallel": {"ColumnParallelLinear": ColumnParallelLinear},
+        **{f"{path}.{name}": {} for name in ("actor", "loss")},
+        f"{path}.model": {"get_batch": lambda batch: batch},
+    }
+    put = {name.rpartition(".")[2]: module for name, module in put_modules(modules, pytest.MonkeyPatch()).items()}
+    return SimpleNamespace(model=GPTModel, head=ColumnParallelLinear, modules=SimpleNamespace(**put))
 
 
-def slime_worker(rank: int, folder: str) -> None:
+def slime_worker(rank: int, group: dist.ProcessGroup, case: Case) -> None:
     stub = stub_slime()
     from liger_chunked.integrations.frameworks import slime
 
-    group = initialize(rank, folder)
-    case = make_case(rank, WORLD)
-    args = SimpleNamespace(rollout_temperature=0.7)
+    args, of_slime = SimpleNamespace(rollout_temperature=0.7), stub.modules
     slime.install(args)
-    for sequence_parallel in (False, True):
-        # One row of three sequences: of the lengths 12, 10 and 8, with responses of 5, 10 - 1 and 3 tokens.
-        totals, responses = [12, 10, 8], [5, 9, 3]
-        tokens = case.target.clamp(min=0).view(1, -1)
-        head = stub.head(H, V // WORLD, bias=False, dtype=torch.float64)
-        head.weight = nn.Parameter(case.weight[case.own].clone())
-        head.tp_group, head.sequence_parallel = group, sequence_parallel
-        half = slice(rank * B * S // 2, (rank + 1) * B * S // 2) if sequence_parallel else slice(None)
-        hidden = case.hidden.view(1, -1, H)[:, half].clone().requires_grad_()
-        model = stub.model(head, hidden)
-        given = {"args": args, "unconcat_tokens": list(tokens[0].split(totals)), "non_loss_data": True}
-        given |= {"total_lengths": totals, "response_lengths": responses, "with_entropy": True}
-        _, found = stub.loss.get_log_probs_and_entropy(model(tokens), **given)
-        assert stub.actor.get_log_probs_and_entropy is stub.loss.get_log_probs_and_entropy
-        assert "forward" not in vars(head)
+    # One row of three sequences: of the lengths 12, 10 and 8, with responses of 5, 10 - 1 and 3 tokens.
+    totals, responses = [12, 10, 8], [5, 9, 3]
+    tokens = case.target.clamp(min=0).view(1, -1)
+    parts = list(tokens[0].split(totals))
+    given = {"args": args, "unconcat_tokens": parts, "non_loss_data": True}
+    given |= {"total_lengths": totals, "response_lengths": responses, "with_entropy": True}
+    case = case._replace(hidden=case.hidden.view(1, -1, H))
 
-        weight, whole = case.weight.clone().requires_grad_(), case.hidden.clone().requires_grad_()
-        log_p = (whole.view(-1, H) @ weight.T / 0.7).log_softmax(-1).split(totals)
-        exact: list[list[Tensor]] = [[], []]
-        for p, ids, n in zip(log_p, given["unconcat_tokens"], responses, strict=True):
-            exact[0].append(p[-n - 1 : -1].gather(1, ids[-n:, None])[:, 0])
-            exact[1].append(-(p.exp() * p).sum(-1)[-n - 1 : -1])
-        for x, e in zip(found["log_probs"] + found["entropy"], exact[0] + exact[1], strict=True):
-            check(x, e.detach(), "statistics")
-        torch.cat(found["log_probs"] + found["entropy"]).square().sum().backward()
-        torch.cat(exact[0] + exact[1]).square().sum().backward()
-        assert weight.grad is not None and whole.grad is not None
-        check(head.weight.grad, weight.grad[case.own], "dW")
-        check(hidden.grad, whole.grad.view(1, -1, H)[:, half], "dX")
+    def ours(weight: Tensor, hidden: Tensor, sequence_parallel: bool = False, **more: Any) -> list[Tensor]:
+        head = stub.head(H, V // WORLD, bias=False, dtype=torch.float64)
+        head.weight, head.tp_group, head.sequence_parallel = weight, group, sequence_parallel
+        _, found = of_slime.loss.get_log_probs_and_entropy(stub.model(head, hidden)(tokens), **given, **more)
+        assert of_slime.actor.get_log_probs_and_entropy is of_slime.loss.get_log_probs_and_entropy
+        assert "forward" not in vars(head)
+        return found["log_probs"] + found["entropy"]
+
+    def exact(weight: Tensor, hidden: Tensor, spans: Any = (None, None, None)) -> list[Tensor]:
+        """`spans`: the ids that are kept of each response's tokens, no id for all."""
+        found = []
+        for z, ids, n, of_tokens in zip(
+            (hidden[0] @ weight.T / 0.7).split(totals), parts, responses, spans, strict=True
+        ):
+            rows = [[bool(x) and i not in x for i in range(V)] for x in of_tokens or ()]
+            found.append(statistics(z[-n - 1 : -1], ids[-n:], torch.tensor(rows) if rows else None))
+        return [x for of_kind in zip(*found, strict=True) for x in of_kind]
+
+    for sequence_parallel in (False, True):
+        half = slice(rank * B * S // 2, (rank + 1) * B * S // 2) if sequence_parallel else slice(None)
+        check_step(
+            partial(ours, sequence_parallel=sequence_parallel), exact, case, layout=lambda x, half=half: x[:, half]
+        )
 
     # A replayed top-p: ids and offsets of each response, here an id beside the token, or none at a token.
-    head.sequence_parallel, model.hidden = False, case.hidden.view(1, -1, H).clone().requires_grad_()
     spans = [
         [[] if i == 1 else [int(y), (int(y) + 1) % V] for i, y in enumerate(ids[-n:])]
-        for ids, n in zip(given["unconcat_tokens"], responses, strict=True)
+        for ids, n in zip(parts, responses, strict=True)
     ]
     replayed = {
         "rollout_top_p_token_ids": [torch.tensor([i for ids in x for i in ids]).int() for x in spans],
         "rollout_top_p_token_offsets": [torch.tensor([0, *map(len, x)]).cumsum(0).int() for x in spans],
     }
     lengths = {"total_lengths": totals, "response_lengths": responses}
-    stub.steps.get_batch({"tokens": tokens, **lengths, **replayed})
-    weight, whole = case.weight.clone().requires_grad_(), case.hidden.clone().requires_grad_()
-    z = (whole.view(-1, H) @ weight.T / 0.7).split(totals)
-    exact = [[], []]
-    for part, ids, n, kept in zip(z, given["unconcat_tokens"], responses, spans, strict=True):
-        drops = torch.tensor([[bool(x) and i not in x for i in range(V)] for x in kept])
-        p = part[-n - 1 : -1].masked_fill(drops, -torch.inf).log_softmax(-1)
-        exact[0].append(p.gather(1, ids[-n:, None])[:, 0])
-        exact[1].append(-(p.exp() * p.masked_fill(drops, 0.0)).sum(-1))
-    head.weight.grad = None
-    _, found = stub.loss.get_log_probs_and_entropy(model(tokens), **given, top_p_token_ids=[[1]])
-    for x, e in zip(found["log_probs"] + found["entropy"], exact[0] + exact[1], strict=True):
-        check(x, e.detach(), "statistics of kept ids")
-    torch.cat(found["log_probs"] + found["entropy"]).square().sum().backward()
-    torch.cat(exact[0] + exact[1]).square().sum().backward()
-    assert weight.grad is not None and whole.grad is not None
-    check(head.weight.grad, weight.grad[case.own], "dW")
-    check(model.hidden.grad, whole.grad.view(1, -1, H), "dX")
+    of_slime.model.get_batch({"tokens": tokens, **lengths, **replayed})
+    _, hidden = check_step(partial(ours, top_p_token_ids=[[1]]), partial(exact, spans=spans), case)
+    head = stub.head(H, V // WORLD, bias=False, dtype=torch.float64)
     with pytest.raises(ValueError, match="the tokens of slime's get_batch"):
-        model(tokens[:, :-1])
-    stub.steps.get_batch({"tokens": tokens, **lengths})  # as for a reference, which slime does not replay
+        stub.model(head, hidden)(tokens[:, :-1])
+    of_slime.model.get_batch({"tokens": tokens, **lengths})  # as for a reference, which slime does not replay
 
     class Critic(nn.Linear):
         def forward(self, hidden: Tensor, weight: Any = None, runtime_gather_output: Any = None) -> Any:
             return super().forward(hidden), None
 
-    assert stub.model(Critic(H, 1, dtype=torch.float64), whole)(tokens).shape == (B, S, 1)
-    with pytest.raises(ValueError, match="sequence_parallel must be off with rollout_top_p"):
-        slime.install(SimpleNamespace(rollout_top_p=0.9, sequence_parallel=True))
-    with pytest.raises(ValueError, match="enable_mtp_training must be off"):
-        slime.install(SimpleNamespace(enable_mtp_training=True))
-    stub.state.get_context_parallel_world_size = lambda: 2
+    assert stub.model(Critic(H, 1, dtype=torch.float64), hidden)(tokens).shape == (1, B * S, 1)
+    for refused, message in (
+        ({"rollout_top_p": 0.9, "sequence_parallel": True}, "sequence_parallel must be off with rollout_top_p"),
+        ({"enable_mtp_training": True}, "enable_mtp_training must be off"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            slime.install(SimpleNamespace(**refused))
+    of_slime.parallel_state.get_context_parallel_world_size = lambda: 2
     with pytest.raises(ValueError, match="context_parallel_size must be 1"):
         slime.install(args)
-    dist.destroy_process_group()
 
 
-test_slime = run(slime_worker)
+test_slime = on_ranks(slime_worker)
 
 
 # OpenRLHF 0.11.2, openrlhf/models/actor.py: log-probabilities and entropies at the temperature, both without the last
-# position. The stub computes them from logits, as the original does. (In 0.11.0 the entropy was at temperature 1.)
-def stub_openrlhf() -> Any:
+# position. (In 0.11.0 the entropy was at temperature 1.)
+def stub_openrlhf() -> dict[str, dict[str, Any]]:
     def unpad_and_slice_tensor(sequences: Tensor, attention_mask: Tensor, ring_attn_group: Any) -> Any:
         indices = attention_mask.flatten().nonzero()[:, 0]
         positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)
@@ -1482,117 +1433,67 @@ def stub_openrlhf() -> Any:
             super().__init__()
             self.model, self.packing_samples, self.temperature = model, packing_samples, temperature
 
-        def forward(
-            self,
-            sequences: Tensor,
-            action_mask: Any = None,
-            attention_mask: Any = None,
-            return_output: bool = False,
-            allgather_logits: bool = False,
-            return_logprobs: bool = False,
-            ring_attn_group: Any = None,
-            packed_seq_lens: Any = None,
-            return_entropy: bool = False,
-            **mm_inputs: Any,
-        ) -> Any:
-            ids, mask, target = sequences, attention_mask, sequences.roll(-1, 1)
-            positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
-            if self.packing_samples:
-                ids, positions, target, _, indices = unpad_and_slice_tensor(sequences, attention_mask, None)
-                mask = None
-            output = self.model(ids, attention_mask=mask, position_ids=positions)
-            if action_mask is None and not return_logprobs:
-                return output
-            log_p = (output.logits / self.temperature).log_softmax(-1)
-            entropy = -(log_p.exp() * log_p).sum(-1)
-            logps = log_p.gather(-1, target[..., None])[..., 0]
-            if self.packing_samples:
-                logps, entropy = (
-                    gather_and_pad_tensor(x, None, 0, indices, *sequences.shape) for x in (logps, entropy)
-                )
-            output.entropy = entropy[:, :-1] if return_entropy else None
-            logps = logps[:, :-1]
-            if action_mask is not None:
-                logps = logps[:, -action_mask.shape[1] :] * action_mask
-            return (logps, output) if return_output else logps
+        def forward(self, sequences: Tensor, action_mask: Any, attention_mask: Any, *_: Any) -> Any:
+            return self.model(sequences, attention_mask=attention_mask)
 
-    Module("openrlhf")
-    actor = Module(
-        "openrlhf.models.actor",
-        Actor=Actor,
-        unpad_and_slice_tensor=unpad_and_slice_tensor,
-        gather_and_pad_tensor=gather_and_pad_tensor,
-    )
-    Module("openrlhf.models", actor=actor, Actor=Actor)
-    return Actor
-
-
-@pytest.fixture
-def openrlhf() -> Iterator[Any]:
-    before = set(sys.modules)
-    yield stub_openrlhf()
-    for name in set(sys.modules) - before:
-        if name.startswith("openrlhf") or name == "liger_chunked.integrations.frameworks.openrlhf":
-            del sys.modules[name]
+    members = {"Actor": Actor, "unpad_and_slice_tensor": unpad_and_slice_tensor}
+    return {"openrlhf.models.actor": members | {"gather_and_pad_tensor": gather_and_pad_tensor}}
 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("packing_samples", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_openrlhf(openrlhf: Any, packing_samples: bool, temperature: float) -> None:
+def test_openrlhf(monkeypatch: pytest.MonkeyPatch, packing_samples: bool, temperature: float) -> None:
     pytest.importorskip("transformers")
     from tiny_models import build
 
-    from liger_chunked.integrations.frameworks.openrlhf import FusedActor
-
+    put_modules(stub_openrlhf(), monkeypatch)
     model = build("Gemma2ForCausalLM").double().eval()  # its logits have a softcap
     model.config.use_cache = False  # as OpenRLHF sets it
     generator = torch.Generator().manual_seed(0)
     sequences = torch.randint(10, 90, (2, S), generator=generator)
     mask = torch.ones_like(sequences)
     mask[0, 9:] = mask[1, 8:] = 0
-    action_mask = mask[:, -4:].bool()
-    ours = FusedActor(copy.deepcopy(model), packing_samples=packing_samples, temperature=temperature)
-    stock = openrlhf(model, packing_samples=packing_samples, temperature=temperature)
-    results = []
-    for actor in (ours, stock):
-        logps, output = actor(sequences, action_mask, mask, return_output=True, return_entropy=True)
-        assert (output.logits is None) == (actor is ours)
-        entropy = output.entropy * mask[:, 1:] * mask[:, :-1]
-        torch.autograd.backward([logps, entropy], [torch.linspace(-1, 1, 4).expand(2, 4).double(), entropy.detach()])
-        results.append([logps.detach(), entropy.detach(), *(p.grad for p in actor.parameters())])
-        with torch.no_grad():
-            results[-1] += [actor(sequences, action_mask, mask), actor(sequences, None, mask, return_logprobs=True)]
-    counted = [mask[:, 1:] * mask[:, :-1]]
-    for i, (x, e) in enumerate(zip(*results, strict=True)):
-        last = counted[0] if i == len(results[0]) - 1 else 1
-        assert relative_error(x * last, e * last) < 1e-6  # Gemma's RMSNorm is in float32
+    action_mask, counts = mask[:, -4:].bool(), mask[:, 1:] * mask[:, :-1]
+    ours = adapter("openrlhf", monkeypatch).FusedActor(
+        copy.deepcopy(model), packing_samples=packing_samples, temperature=temperature
+    )
+    logps, output = ours(sequences, action_mask, mask, return_output=True, return_entropy=True)
+    assert output.logits is None
+    with torch.no_grad():
+        every = [ours(sequences, action_mask, mask), ours(sequences, None, mask, return_logprobs=True) * counts]
+    logits = model(sequences, attention_mask=mask).logits[:, :-1]
+    all_logps, entropy = statistics(logits / temperature, sequences[:, 1:])
+    exact = [all_logps[:, -4:] * action_mask, entropy * counts]
+    upstream = [torch.linspace(-1, 1, 4).expand(2, 4).double(), exact[1].detach()]
+    found = [logps, output.entropy * counts]
+    torch.autograd.backward(found, upstream)
+    torch.autograd.backward(exact, upstream)
+    pairs = zip(ours.model.parameters(), model.parameters(), strict=True)
+    for x, e in [*zip(found + every, [*exact, exact[0], all_logps * counts], strict=True),
+                 *((p.grad, q.grad) for p, q in pairs)]:  # fmt: skip
+        assert relative_error(x.detach(), e.detach()) < 1e-6  # Gemma's RMSNorm is in float32
     assert ours(sequences, None, mask, return_output=True).logits is not None
 
 
 # cut_cross_entropy, commit d42911f of 2025-06-26: linear_cross_entropy.py, torch_compile.py, vocab_parallel/utils.py.
-def cce_worker(rank: int, folder: str) -> None:
-    group = initialize(rank, folder)
-    case = make_case(rank, WORLD)
-    starts = (0, 7, V)  # uneven shards
-    own = slice(starts[rank], starts[rank + 1])
-    expected = eager(case, upstream=only(case, 0))
+def cce_worker(rank: int, group: dist.ProcessGroup, case: Case) -> None:
+    own = (slice(0, 7), slice(7, V))[rank]  # uneven shards
+    case = case._replace(own=own)
+
+    def ours(weight: Tensor, hidden: Tensor, reduced: bool, stop: int = own.stop) -> Tensor:
+        options = SimpleNamespace(start=own.start, stop=stop, group=group, reduce_e_grad=reduced)
+        return cut_cross_entropy.linear_cross_entropy(
+            hidden, weight, case.target, reduction="none", vocab_parallel_options=options
+        )
+
     for reduced in (True, False):
-        options = SimpleNamespace(start=own.start, stop=own.stop, group=group, reduce_e_grad=reduced)
-        weight, hidden = case.weight[own].clone().requires_grad_(), case.hidden.clone().requires_grad_()
-        call = partial(cut_cross_entropy.linear_cross_entropy, hidden, weight, case.target)
-        losses = call(reduction="none", vocab_parallel_options=options)
-        check(losses, -expected.logps, "loss")
-        losses.backward(-case.upstream[0])
-        check(weight.grad, expected.weight_grad[own], "dW")
-        check(hidden.grad if reduced else summed(hidden.grad), expected.hidden_grad, "dX")
-    options.stop += 1
+        leaves = check_step(partial(ours, reduced=reduced), lambda w, x: -case.logps(w, x), case, is_share=not reduced)
     with pytest.raises(ValueError, match="c must have the rows"):
-        call(vocab_parallel_options=options)
-    dist.destroy_process_group()
+        ours(*leaves, reduced=True, stop=own.stop + 1)
 
 
-test_cut_cross_entropy_split = run(cce_worker)
+test_cut_cross_entropy_split = on_ranks(cce_worker)
 
 
 @pytest.mark.few(4)
@@ -1602,76 +1503,92 @@ def test_cut_cross_entropy(reduction: str, shift: int) -> None:
     case, softcap, bias = make_case(), 3.0, torch.linspace(-1, 1, V, dtype=torch.float64)
     keep, later = slice(0, S - int(shift)), slice(int(shift), S)
 
-    def loss(e: Tensor, c: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        z = softcap * torch.tanh((e[:, keep] @ c.T + b) / softcap)
+    def exact(weight: Tensor, hidden: Tensor, bias: Tensor, return_lse: bool) -> list[Tensor]:
+        z = softcap * torch.tanh((hidden[:, keep] @ weight.T + bias) / softcap)
         target = case.target[:, later]
         losses = nn.functional.cross_entropy(z.reshape(-1, V), target.reshape(-1), reduction=reduction)
         lse = z.logsumexp(-1).where(target != IGNORE, 0.0)
-        return losses.view(target.shape) if reduction == "none" else losses, lse
+        return [losses.view(target.shape) if reduction == "none" else losses, *([lse] if return_lse else [])]
+
+    def ours(weight: Tensor, hidden: Tensor, bias: Tensor, return_lse: bool) -> Any:
+        options = {"softcap": softcap, "reduction": reduction, "shift": shift, "return_lse": return_lse}
+        return cut_cross_entropy.linear_cross_entropy(hidden, weight, case.target, bias, **options)
 
     for return_lse in (False, True):
-        leaves = [x.clone().requires_grad_() for x in (case.hidden, case.weight, bias)]
-        exact = loss(*leaves)
-        options = {"softcap": softcap, "reduction": reduction, "shift": shift, "return_lse": return_lse}
-        found = cut_cross_entropy.linear_cross_entropy(leaves[0], leaves[1], case.target, leaves[2], **options)
-        pairs = list(zip(found if return_lse else [found], exact, strict=False))
-        weights = [torch.linspace(-1, 2, e.numel(), dtype=torch.float64).view(e.shape) for _, e in pairs]
-        for x, e in pairs:
-            check(x, e.detach(), "values")
-        ours, eagers = (torch.autograd.grad([p[k] for p in pairs], leaves, weights, retain_graph=True) for k in (0, 1))
-        for x, e in zip(ours, eagers, strict=True):
-            check(x, e, "gradients")
+        check_step(partial(ours, return_lse=return_lse), partial(exact, return_lse=return_lse), case, (bias,))
 
 
-def test_cut_cross_entropy_interface() -> None:
-    call = ["e", "c", "targets", "bias", "ignore_index", "softcap", "reduction", "shift", "return_lse", "filter_eps"]
-    call += ["accum_e_fp32", "accum_c_fp32", "filter_e_grad", "filter_c_grad", "impl", "vocab_parallel_options"]
-    assert names(cut_cross_entropy.linear_cross_entropy) == call
+@pytest.mark.parametrize(
+    ("options", "message"), [({"shift": S}, "shift must be in 0 to 9"), ({"reduction": "max"}, "reduction must be")]
+)
+def test_cut_cross_entropy_refuses(options: dict[str, Any], message: str) -> None:
     case = make_case()
-    for options, message in (({"shift": S}, "shift must be in 0 to 9"), ({"reduction": "max"}, "reduction must be")):
-        with pytest.raises(ValueError, match=message):
-            cut_cross_entropy.linear_cross_entropy(case.hidden, case.weight, case.target, **options)
+    with pytest.raises(ValueError, match=message):
+        cut_cross_entropy.linear_cross_entropy(case.hidden, case.weight, case.target, **options)
 
 
 # NeMo-Automodel 0.7.0, nemo_automodel/components/loss/linear_ce.py and linear_ce_base.py.
-def stub_automodel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nemo_automodel(monkeypatch: pytest.MonkeyPatch) -> None:
     class LinearCrossEntropy(nn.Module):
         @staticmethod
         def materialize_lm_weight(lm_weight: Tensor, *, grad_reduce_group: Any = None) -> Tensor:
             return lm_weight
 
-    module = ModuleType("nemo_automodel.components.loss.linear_ce_base")
-    vars(module)["LinearCrossEntropy"] = LinearCrossEntropy
-    for name in ("nemo_automodel", "nemo_automodel.components", "nemo_automodel.components.loss"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.delitem(sys.modules, "liger_chunked.integrations.frameworks.nemo_automodel", raising=False)
-
-
-def test_nemo_automodel(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = installed("nemo_automodel.components.loss.linear_ce")
     if theirs is None:
-        stub_automodel(monkeypatch)
-    ours = importlib.import_module("liger_chunked.integrations.frameworks.nemo_automodel").FusedLinearCrossEntropy
+        base = "nemo_automodel.components.loss.linear_ce_base"
+        put_modules({base: {"LinearCrossEntropy": LinearCrossEntropy}}, monkeypatch)
+    ours = adapter("nemo_automodel", monkeypatch).FusedLinearCrossEntropy
     call = ["hidden_states", "labels", "lm_weight", "num_label_tokens", "grad_reduce_group", "loss_weights"]
-    assert names(ours.forward) == call
-    assert names(ours.__init__) == ["ignore_index", "logit_softcapping", "reduction", "impl"]
-    if theirs is not None:
-        assert all(
-            names(getattr(theirs.FusedLinearCrossEntropy, f)) == names(getattr(ours, f))
-            for f in ("forward", "__init__")
-        )
+    made = ["ignore_index", "logit_softcapping", "reduction", "impl"]
+    for cls in (ours, *([] if theirs is None else [theirs.FusedLinearCrossEntropy])):
+        assert names(cls.forward) == call and names(cls.__init__) == made
     case, weights = make_case(), torch.rand(B, S, generator=torch.Generator().manual_seed(0)).double()
-    for given, upstream in (({"num_label_tokens": 7}, -1 / 7), ({"loss_weights": weights}, -weights), ({}, -1.0)):
-        g = torch.zeros(2, B, S, dtype=torch.float64)
-        g[0] = upstream
-        expected = eager(case, upstream=g)
-        weight, hidden = case.weight.clone().requires_grad_(), case.hidden.clone().requires_grad_()
-        loss = ours()(hidden, case.target, weight, **given)
-        check(loss, (g[0] * expected.logps).sum(), "loss")
-        loss.backward()
-        check(weight.grad, expected.weight_grad, "dW")
-        check(hidden.grad, expected.hidden_grad, "dX")
+    for given, factor in (({"num_label_tokens": 7}, 1 / 7), ({"loss_weights": weights}, weights), ({}, 1.0)):
+        check_step(
+            lambda w, x, given=given: ours()(x, case.target, w, **given),
+            lambda w, x, factor=factor: -(factor * case.logps(w, x)).sum(),
+            case,
+        )
     with pytest.raises(ValueError, match="reduction must be 'sum' with num_label_tokens, got 'mean'"):
         ours(reduction="mean")(case.hidden, case.target, case.weight, num_label_tokens=3)
     assert ours()(case.hidden, torch.full_like(case.target, IGNORE), case.weight, num_label_tokens=0) == 0
+
+
+# prime-rl 0.8.0 of 2026-08-21, src/prime_rl/trainer/models/layers/lm_head.py and lm_head_gemma.py. train.py passes
+# float32 temperatures of each token, 1 at padding (batch.py), and labels of any value there.
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_prime_rl(softcap: float | None) -> None:
+    case = make_case()
+    labels = case.target.clamp(min=0)
+    temperature = torch.tensor([0.6, 1.0, 1.7])[torch.arange(B * S).view(B, S) % 3]
+    cls, more = (prime_rl.FusedOutputLinear, {}) if softcap is None else (
+        prime_rl.GemmaFusedOutputLinear, {"softcap": softcap}
+    )  # fmt: skip
+
+    def ours(weight: Tensor, hidden: Tensor, **given: Any) -> list[Tensor]:
+        head = cls(in_features=H, out_features=V, chunk_size=4, **more)
+        head.weight = weight
+        stats = head(hidden, **given)
+        assert list(stats) == ["logprobs", "entropy"]
+        return list(stats.values())
+
+    def exact(weight: Tensor, hidden: Tensor, drops: Tensor | None = None) -> Any:
+        z = hidden @ weight.T
+        z = z if softcap is None else softcap * torch.tanh(z / softcap)
+        return statistics(z / temperature[..., None], labels, drops)
+
+    given = {"labels": labels, "temperature": temperature}
+    leaves = check_step(partial(ours, **given), exact, case)
+    for name in given:
+        with pytest.raises(ValueError, match=r"(labels|temperature) must be given"):
+            ours(*leaves, **{name: given[name]})
+    # What the sampler kept, padded with -1. Without the label among it, or without any, all ids count.
+    mask = torch.full((B, S, 4), -1, dtype=torch.int32)
+    mask[..., 0], mask[:, ::2, 1] = labels, ((labels + 1) % V)[:, ::2]
+    mask[0, 0], mask[0, 1, 0] = -1, (labels[0, 1] + 1) % V
+    keeps = (torch.arange(V) == mask[..., None].long()).any(-2)
+    keeps |= ~keeps.gather(-1, labels[..., None])
+    check_step(partial(ours, **given, sampling_mask=mask), partial(exact, drops=~keeps), case)
+    half = prime_rl.FusedOutputLinear(H, V, None).bfloat16()
+    assert half(case.hidden.bfloat16(), labels, temperature)["logprobs"].dtype == torch.float32
