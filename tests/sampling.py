@@ -34,9 +34,9 @@ def on_paths(rows: Iterable[Row] = ROWS, *, interpreted: bool = False) -> list[A
     return [exhaustive([row], row.id, row.id not in PATHS and (INTERPRETED or not interpreted)) for row in rows]
 
 
-def rows_of_ranks(every: str) -> list[Row]:
-    """Return the rows that ranks run one after another: all if `every` is "True", else those of `PATHS`."""
-    return ROWS if every == "True" else table.rows(*PATHS)
+def rows_of_ranks(every: bool) -> list[Row]:
+    """Return the rows that ranks run one after another: all, or those of `PATHS`."""
+    return ROWS if every else table.rows(*PATHS)
 
 
 # For a test that takes seconds in Triton's interpreter, beside others of the same kernels: with `--exhaustive` only.

@@ -16,15 +16,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from fresh_process import FreshProcesses
-from ranks import join, summed
+from ranks import on_ranks, summed
 from table import relative_error
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -39,8 +37,6 @@ WORLD = 2
 B, S, H, V = 3, 10, 8, 24  # V: rows of the head, the same on all ranks
 IGNORE = -100
 BOUND = 1e-9  # float64: a few thousand additions round to less
-
-needs_gloo = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
 
 
 def statistics(logits: Tensor, target: Tensor, drops: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -153,19 +149,10 @@ def check_sharded_step(
     return found.detach()
 
 
-def on_ranks(worker: Callable[[int, dist.ProcessGroup, Case], None]) -> Callable[[Path, FreshProcesses], None]:
-    """Return a test that runs `worker(rank, group, case)` in two processes."""
-
-    def test(tmp_path: Path, fresh_process: FreshProcesses) -> None:
-        fresh_process.spawn(joined, WORLD, str(tmp_path), worker)  # type: ignore[arg-type]
-
-    return needs_gloo(test)
-
-
-def joined(rank: int, folder: str, worker: Callable[[int, dist.ProcessGroup, Case], None]) -> None:
-    join(rank, WORLD, folder)
+def here(rank: int) -> tuple[dist.ProcessGroup, Case]:
+    """Return the group of all ranks, and the case of this one."""
     assert dist.group.WORLD is not None
-    worker(rank, dist.group.WORLD, make_case(rank, WORLD))
+    return dist.group.WORLD, make_case(rank, WORLD)
 
 
 def installed(module: str) -> ModuleType | None:
@@ -269,7 +256,10 @@ def test_output_processors_take_what_megatron_passes() -> None:
 # verl 0.9.1, verl/utils/kernel/linear_cross_entropy.py (LinearCrossEntropy.apply) and kernels.py: logps and entropy are
 # (N,) float32, dX is not reduced, a rank's ids start at rank * rows. verl/utils/experimental/torch_functional.py:
 # FusedLinearForPPO, constructed with `impl_backend` in verl/models/transformers/dense_common.py.
-def verl_worker(rank: int, group: dist.ProcessGroup, case: Case) -> None:
+@on_ranks(WORLD)
+def test_verl_megatron(rank: int) -> None:
+    group, case = here(rank)
+
     def ours(weight: Tensor, hidden: Tensor, temperature: float = 1.0, reduction: str = "none") -> Any:
         return verl.linear_cross_entropy(hidden, weight, case.target.T, temperature, reduction, group)
 
@@ -291,9 +281,6 @@ def verl_worker(rank: int, group: dist.ProcessGroup, case: Case) -> None:
     assert all(x.dtype == torch.float32 for x in ours(weight.bfloat16(), hidden.bfloat16()))
     with pytest.raises(ValueError, match="reduction must be 'none', got 'mean'"):
         ours(weight, hidden, reduction="mean")
-
-
-test_verl_megatron = on_ranks(verl_worker)
 
 
 @pytest.mark.few(1)
@@ -517,8 +504,10 @@ def call_processor(processor: Any, weight: Tensor, hidden: Tensor, group: Any, i
     return processor(**arguments | {"scale_logits": lambda z: z, "config": SimpleNamespace()} | given)
 
 
-def verl_processor_worker(rank: int, group: dist.ProcessGroup, case: Case) -> None:
+@on_ranks(WORLD)
+def test_verl_output_processor(rank: int) -> None:
     """Packed sequences of 7, 4 and 10 tokens, whose padded rows are 8, 4 and 10, on two tensor-parallel ranks."""
+    group, case = here(rank)
     of_verl = stub_verl_megatron()
     from liger_chunked.integrations.frameworks import verl_megatron
 
@@ -648,11 +637,10 @@ def verl_processor_worker(rank: int, group: dist.ProcessGroup, case: Case) -> No
         engine.forward_step(plain_model, batch, 0.7)
 
 
-test_verl_output_processor = on_ranks(verl_processor_worker)
-
-
 # SkyRL 0.3.0, skyrl/backends/skyrl_train/distributed/megatron/model_utils.py: logps (B, S) float32, dX not reduced.
-def skyrl_worker(rank: int, group: dist.ProcessGroup, case: Case) -> None:
+@on_ranks(WORLD)
+def test_skyrl(rank: int) -> None:
+    group, case = here(rank)
     apply, rows = skyrl.FusedLinearChunkedDistributedLogprob.apply, (case.own.start, case.own.stop)
 
     def logps(weight: Tensor, hidden: Tensor, chunk_size: int | None = None, inference_only: bool = False) -> Tensor:
@@ -672,12 +660,12 @@ def skyrl_worker(rank: int, group: dist.ProcessGroup, case: Case) -> None:
         apply(hidden, weight, case.target, 1, 13, None, group)
 
 
-test_skyrl = on_ranks(skyrl_worker)
-
-
 # NeMo-RL, commit 7ea279a of 2026-08-22, nemo_rl/distributed/model_utils.py: hidden states (S / ranks, B, H), logps
 # (B, S) float32, dX (S / ranks, B, H) summed over the ranks.
-def nemo_rl_worker(rank: int, group: dist.ProcessGroup, case: Case) -> None:
+@on_ranks(WORLD)
+def test_nemo_rl(rank: int) -> None:
+    group, case = here(rank)
+
     def logps(weight: Tensor, hidden: Tensor, chunk_size: int | None = None, inference_only: bool = False) -> Tensor:
         rows = case.own.start, case.own.stop
         apply = nemo_rl.ChunkedDistributedHiddenStatesToLogprobs.apply
@@ -692,11 +680,10 @@ def nemo_rl_worker(rank: int, group: dist.ProcessGroup, case: Case) -> None:
     check(found, case.logps(case.weight, case.hidden), "inference_only")
 
 
-test_nemo_rl = on_ranks(nemo_rl_worker)
-
-
 # NeMo-RL, nemo_rl/algorithms/loss/loss_functions.py: DistillationLossFn, with a top-k of the whole vocabulary.
-def nemo_rl_kl_worker(rank: int, group: dist.ProcessGroup, case: Case) -> None:
+@on_ranks(WORLD)
+def test_nemo_rl_kl(rank: int) -> None:
+    group, case = here(rank)
     generator = torch.Generator().manual_seed(1)
     teacher = torch.randn(B, S, 5, generator=generator, dtype=torch.float64)
     teacher_weight = torch.randn(V, 5, generator=generator, dtype=torch.float64)
@@ -733,10 +720,9 @@ def nemo_rl_kl_worker(rank: int, group: dist.ProcessGroup, case: Case) -> None:
         ours(weight, hidden, states=teacher[:, case.part])
 
 
-test_nemo_rl_kl = on_ranks(nemo_rl_kl_worker)
-
-
-def megatron_worker(rank: int, group: dist.ProcessGroup, case: Case) -> None:
+@on_ranks(WORLD)
+def test_megatron(rank: int) -> None:
+    group, case = here(rank)
     mask = torch.ones(B, S)
     mask[1, 2:5] = 0.0
     masked = case._replace(target=case.target.masked_fill(mask == 0, IGNORE))
@@ -801,11 +787,16 @@ def megatron_worker(rank: int, group: dist.ProcessGroup, case: Case) -> None:
             call(megatron.OutputProcessor(), *leaves, **given)
 
 
-test_megatron = on_ranks(megatron_worker)
+def has_output_processor() -> bool:
+    found = installed("megatron.core.models.gpt.gpt_model")
+    return found is not None and "output_processor" in names(found.GPTModel.forward)
 
 
-def megatron_model_worker(rank: int, group: dist.ProcessGroup, case: Case) -> None:
+@pytest.mark.skipif(not has_output_processor(), reason="no Megatron-Core of 0.18 or newer")
+@on_ranks(WORLD)
+def test_megatron_model(rank: int) -> None:
     """A GPTModel of Megatron-Core: the same losses and gradients with the output processor as without."""
+    _, case = here(rank)
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
@@ -881,13 +872,6 @@ def megatron_model_worker(rank: int, group: dist.ProcessGroup, case: Case) -> No
             assert relative_error(x.detach(), e.detach()) < 1e-6, (sequence_parallel, tied, use_mup, depths)
 
 
-def test_megatron_model(tmp_path: Path, fresh_process: FreshProcesses) -> None:
-    found = installed("megatron.core.models.gpt.gpt_model")
-    if found is None or "output_processor" not in names(found.GPTModel.forward):
-        pytest.skip("no Megatron-Core of 0.18 or newer")
-    on_ranks(megatron_model_worker)(tmp_path, fresh_process)
-
-
 # Megatron-Core 0.18 to 0.19, megatron/core/transformer/multi_token_prediction.py (process_mtp_loss): the states of the
 # main model and of each depth lie one behind the other in s. At each depth it calls
 # `output_layer(hidden, weight=, runtime_gather_output=)`, scales the logits, shifts the labels by one more, and calls
@@ -926,8 +910,10 @@ def rolled(x: Tensor, shift: int) -> Tensor:
     return nn.functional.pad(x[:, shift:], (0, shift))
 
 
-def mtp_worker(rank: int, group: dist.ProcessGroup, case: Case) -> None:
-    """Two depths on a stub of Megatron-Core, whose own model `megatron_model_worker` runs."""
+@on_ranks(WORLD)
+def test_megatron_mtp(rank: int) -> None:
+    """Two depths on a stub of Megatron-Core, whose own model `test_megatron_model` runs."""
+    group, case = here(rank)
     target, mask = case.target.clamp(max=V - 4), torch.ones(B, S)
     mask[1, 2:5] = 0.0
     states = [x.transpose(0, 1) for x in (case.hidden.flip(2), case.hidden, case.hidden.flip(0))]
@@ -976,9 +962,6 @@ def mtp_worker(rank: int, group: dist.ProcessGroup, case: Case) -> None:
             case,
             layout=lambda x, part=part: x[:, part].flatten(0, 1),
         )
-
-
-test_megatron_mtp = on_ranks(mtp_worker)
 
 
 # torchtitan 0.3.0, torchtitan/components/loss.py and trainer.py: Trainer calls `config.loss.build(compile_config=...)`,
@@ -1075,7 +1058,9 @@ class Decoder(nn.Module):
         return self.norm(x)
 
 
-def torchtitan_worker(rank: int, group: dist.ProcessGroup, case: Case) -> None:
+@on_ranks(WORLD)
+def test_torchtitan(rank: int) -> None:
+    _, case = here(rank)
     stub_torchtitan(pytest.MonkeyPatch())
     from torchtitan.distributed.spmd_types import set_current_spmd_mesh
     from torchtitan.distributed.utils import set_spmd_backend
@@ -1162,9 +1147,6 @@ def torchtitan_worker(rank: int, group: dist.ProcessGroup, case: Case) -> None:
         )
         check(summed(found), of_all / 7, "loss")
         assert len(unsharded) == 2 * cuda_graphs  # a capture cannot wait for what FSDP's own gather leaves behind
-
-
-test_torchtitan = on_ranks(torchtitan_worker)
 
 
 class TitanModel(nn.Module):
@@ -1277,7 +1259,9 @@ class TunedDecoder(nn.Module):
         return self.norm(self.tok_embeddings(ids))
 
 
-def torchtune_worker(rank: int, group: dist.ProcessGroup, case: Case) -> None:
+@on_ranks(WORLD)
+def test_torchtune(rank: int) -> None:
+    _, case = here(rank)
     patch = pytest.MonkeyPatch()
     put_modules({"torchtune.modules.loss": {"SFTLoss": type("SFTLoss", (ABC,), {})}}, patch)
     make = adapter("torchtune", patch).FusedLinearCrossEntropyLoss
@@ -1310,9 +1294,6 @@ def torchtune_worker(rank: int, group: dist.ProcessGroup, case: Case) -> None:
     assert make.forward.__code__.co_varnames[:3] == ("self", "outputs", "targets")
 
 
-test_torchtune = on_ranks(torchtune_worker)
-
-
 # slime, commit 624b824 of 2026-08-21 (0.3.1), slime/backends/megatron_utils: model.py calls GPTModel without labels,
 # and passes its float32 result (1, T, V) to `get_log_probs_and_entropy` of loss.py; actor.py imports that name too. A
 # critic's output layer is an nn.Linear (model_provider.py).
@@ -1342,7 +1323,9 @@ def stub_slime() -> Any:
     return SimpleNamespace(model=GPTModel, head=ColumnParallelLinear, modules=SimpleNamespace(**put))
 
 
-def slime_worker(rank: int, group: dist.ProcessGroup, case: Case) -> None:
+@on_ranks(WORLD)
+def test_slime(rank: int) -> None:
+    group, case = here(rank)
     stub = stub_slime()
     from liger_chunked.integrations.frameworks import slime
 
@@ -1413,9 +1396,6 @@ def slime_worker(rank: int, group: dist.ProcessGroup, case: Case) -> None:
         slime.install(args)
 
 
-test_slime = on_ranks(slime_worker)
-
-
 # OpenRLHF 0.11.2, openrlhf/models/actor.py: log-probabilities and entropies at the temperature, both without the last
 # position. (In 0.11.0 the entropy was at temperature 1.)
 def stub_openrlhf() -> dict[str, dict[str, Any]]:
@@ -1477,7 +1457,9 @@ def test_openrlhf(monkeypatch: pytest.MonkeyPatch, packing_samples: bool, temper
 
 
 # cut_cross_entropy, commit d42911f of 2025-06-26: linear_cross_entropy.py, torch_compile.py, vocab_parallel/utils.py.
-def cce_worker(rank: int, group: dist.ProcessGroup, case: Case) -> None:
+@on_ranks(WORLD)
+def test_cut_cross_entropy_split(rank: int) -> None:
+    group, case = here(rank)
     own = (slice(0, 7), slice(7, V))[rank]  # uneven shards
     case = case._replace(own=own)
 
@@ -1491,9 +1473,6 @@ def cce_worker(rank: int, group: dist.ProcessGroup, case: Case) -> None:
         leaves = check_step(partial(ours, reduced=reduced), lambda w, x: -case.logps(w, x), case, is_share=not reduced)
     with pytest.raises(ValueError, match="c must have the rows"):
         ours(*leaves, reduced=True, stop=own.stop + 1)
-
-
-test_cut_cross_entropy_split = on_ranks(cce_worker)
 
 
 @pytest.mark.few(4)

@@ -17,13 +17,12 @@ import pytest
 
 pytest.importorskip("transformers")
 
-import torch.distributed as dist
 from fresh_process import FreshProcesses
+from ranks import no_gloo
 from test_models_tensor_parallel import Watch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-NO_GLOO = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
-pytestmark = [pytest.mark.ordinary_memory, NO_GLOO]
+pytestmark = [pytest.mark.ordinary_memory, no_gloo]
 
 
 def run(rank: int, world: str, port: str, folder: str, script: str, *arguments: str) -> None:

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import join
+from ranks import on_ranks
 
 pytest.importorskip("transformers")
 
 import torch
-import torch.distributed as dist
-from fresh_process import FreshProcesses
 from model_zoo import BY_ID, VOCAB
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -79,8 +76,9 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     return grads
 
 
-def worker(rank: int, folder: str) -> None:
-    join(rank, WORLD, folder)
+@pytest.mark.ordinary_memory
+@on_ranks(WORLD)
+def test_wrapped_and_sharded(rank: int) -> None:
     tiny = BY_ID["llama"]
     generator = torch.Generator().manual_seed(0)
     ids = [torch.randint(10, VOCAB - 10, (2, 9), generator=generator) for _ in range(WORLD)]
@@ -102,10 +100,3 @@ def worker(rank: int, folder: str) -> None:
             for name, g in gradients.items():
                 error = (g - exact[name]).norm() / exact[name].norm()
                 assert error < 2e-4, (wrapper, way, name, error)
-    dist.destroy_process_group()
-
-
-@pytest.mark.ordinary_memory
-@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
-def test_wrapped_and_sharded(tmp_path: Path, fresh_process: FreshProcesses) -> None:
-    fresh_process.spawn(worker, WORLD, str(tmp_path))

@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import join
+from ranks import no_gloo, on_ranks, some_or_all
 
 pytest.importorskip("transformers")
 
 import torch
-import torch.distributed as dist
 from fresh_process import FreshProcesses
 from fused import is_deferred
 from model_zoo import BY_ID, Tiny
@@ -194,8 +193,12 @@ def assert_as_good(found: dict[str, float], stock: dict[str, float], dtype: torc
         assert sum(found.values()) < 1.1 * sum(stock.values()), (tag, found, stock)
 
 
-def worker(rank: int, folder: str, family: str, every: str) -> None:
-    join(rank, WORLD, folder)
+@pytest.mark.slow
+@pytest.mark.ordinary_memory
+@some_or_all
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@on_ranks(WORLD)
+def test_ddp_and_fsdp(rank: int, family: str, every: bool) -> None:
     samples, num_items = samples_of(VOCAB)
     exact = gradients_of_one(family, samples, num_items)
     size = tiny(family).build().lm_head.weight.numel()
@@ -203,7 +206,7 @@ def worker(rank: int, folder: str, family: str, every: str) -> None:
         if family == "qwen2" and "apart" in name:  # its head is tied
             continue
         errors = {}
-        for way in ("stock", "fused", "head_fn") if every == "True" else ("stock", ("fused", "head_fn")[i % 2]):
+        for way in ("stock", "fused", "head_fn") if every else ("stock", ("fused", "head_fn")[i % 2]):
             model = wrapper.wrap(prepared(family, way))
             with Watch() as watch:
                 for sample in samples[rank][:-1]:
@@ -215,27 +218,16 @@ def worker(rank: int, folder: str, family: str, every: str) -> None:
             assert gathers == expected, (family, name, way, gathers)
             errors[way] = error_of(gradients_of(model), exact)
             assert_as_good(errors[way], errors["stock"], wrapper.dtype, (family, name, way))
-    dist.destroy_process_group()
 
 
-NO_GLOO = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
-
-
-@pytest.mark.slow
-@NO_GLOO
 @pytest.mark.ordinary_memory
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_ddp_and_fsdp(tmp_path: Path, fresh_process: FreshProcesses, family: str, every: bool) -> None:
-    fresh_process.spawn(worker, WORLD, str(tmp_path), family, str(every))
-
-
-def evaluating_worker(rank: int, folder: str, every: str) -> None:
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+@on_ranks(WORLD)
+def test_evaluation(rank: int, every: bool) -> None:
     """Evaluation without gradients defers, and one rank alone may read the logits."""
-    join(rank, WORLD, folder)
     samples, _ = samples_of(VOCAB)
     sample = samples[rank][1]
-    for name in WRAPPERS if every == "True" else ("ddp", "fsdp2", "fsdp1-bf16", "fsdp2-apart-freed", "fsdp1-apart"):
+    for name in WRAPPERS if every else ("ddp", "fsdp2", "fsdp1-bf16", "fsdp2-apart-freed", "fsdp1-apart"):
         wrapper = WRAPPERS[name]
         with torch.no_grad():
             expected = wrapper.wrap(prepared("llama", "stock")).eval()(**sample)
@@ -251,14 +243,6 @@ def evaluating_worker(rank: int, folder: str, every: str) -> None:
                 if rank == 0:
                     torch.testing.assert_close(output.logits.tensor(), expected.logits, rtol=1e-5, atol=1e-6)
             run(model.train(), sample, "fused", torch.tensor(7)).backward()
-    dist.destroy_process_group()
-
-
-@NO_GLOO
-@pytest.mark.ordinary_memory
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_evaluation(tmp_path: Path, fresh_process: FreshProcesses, every: bool) -> None:
-    fresh_process.spawn(evaluating_worker, WORLD, str(tmp_path), str(every))
 
 
 # Without prefetching and reuse, which depend on sizes.
@@ -319,10 +303,9 @@ def zero(rank: int, folder: str, port: str) -> None:
                 dtype = HALF if precision else torch.float32
                 assert_as_good(errors[way], errors["stock"], dtype, (family, name, way))
                 engine.destroy()
-    dist.destroy_process_group()
 
 
-@NO_GLOO
+@no_gloo
 @pytest.mark.exhaustive  # it builds an extension
 @pytest.mark.ordinary_memory
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="no DeepSpeed")

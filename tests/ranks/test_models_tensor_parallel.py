@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import join
+from ranks import on_ranks, some_or_all
 
 pytest.importorskip("transformers")
 
 import torch
 import torch.distributed as dist
 import transformers
-from fresh_process import FreshProcesses
 from model_zoo import BY_ID, VOCAB, Tiny
 from packaging.version import Version
 from test_models_distributed import gradients_of, token_loss
@@ -40,10 +39,7 @@ from transformers.distributed import DistributedConfig
 from liger_chunked.deferred.lazy import Lazy
 from liger_chunked.integrations.transformers import apply_liger_kernel, attach_head
 
-pytestmark = [
-    pytest.mark.ordinary_memory,
-    pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo"),
-]
+pytestmark = pytest.mark.ordinary_memory
 
 WORLD = 2
 DTYPES = (torch.float32, torch.float64)
@@ -80,12 +76,10 @@ class Watch(TorchDispatchMode):
         return result
 
 
-def start(rank: int, folder: str, world: int = WORLD) -> None:
-    torch.set_num_threads(1)
+def start(rank: int, world: int = WORLD) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    join(rank, world, folder)
 
 
 def even(family: str) -> Tiny:
@@ -104,7 +98,7 @@ def exact_norms(model: Any) -> Any:
     return model.train()
 
 
-def by_plan(folder: str, family: str, dtype: torch.dtype, **config: Any) -> Any:
+def by_plan(folder: Path, family: str, dtype: torch.dtype, **config: Any) -> Any:
     """Return a model that transformers shards while it loads it."""
     path = f"{folder}/{family}-{dtype}"
     if dist.get_rank() == 0:
@@ -217,20 +211,22 @@ def compare(make: Callable[[], Any], tiny: Tiny, dtype: torch.dtype, ways: tuple
             assert error < bound, (tag, way, name, error)
 
 
-def plans(rank: int, folder: str) -> None:
-    start(rank, folder)
+@pytest.mark.slow
+@pytest.mark.skipif(not TAKES_SIZES, reason="stock 5.5 has no DistributedConfig with tp_size")
+@on_ranks(WORLD)
+def test_plans_of_transformers(rank: int, tmp_path: Path) -> None:
+    start(rank)
     for family in FAMILIES:
         if family in ("phi3", "qwen3_moe") and not hasattr(dist, "all_gather_single"):
             continue  # before 2.13, torch cannot gather the gradient of two matrices side by side
         exact = family in ("llama", "qwen2")  # the norms of the others have a forward of transformers' plan
         ways = tuple(WAYS) if exact else ("fused",)
         for dtype in (torch.float32, torch.float64) if exact else (torch.float32,):
-            compare(lambda: by_plan(folder, family, dtype), even(family), dtype, ways, (family, dtype))  # noqa: B023
-    evaluation(folder)
-    dist.destroy_process_group()
+            compare(lambda: by_plan(tmp_path, family, dtype), even(family), dtype, ways, (family, dtype))  # noqa: B023
+    evaluation(tmp_path)
 
 
-def evaluation(folder: str) -> None:
+def evaluation(folder: Path) -> None:
     """Without gradients, a plan's forward of `lm_head` uses local weights. A stock step still returns all logits."""
     given = even("llama").sample()
     sample = {**given.arguments, "labels": given.labels}
@@ -242,19 +238,18 @@ def evaluation(folder: str) -> None:
         torch.testing.assert_close(model(**sample).logits, expected.logits, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not TAKES_SIZES, reason="stock 5.5 has no DistributedConfig with tp_size")
-def test_plans_of_transformers(tmp_path: Path, fresh_process: FreshProcesses) -> None:
-    fresh_process.spawn(plans, WORLD, str(tmp_path))
+@pytest.mark.skipif(TAKES_SIZES, reason="this transformers shards DTensors")
+@on_ranks(WORLD)
+def test_plans_of_plain_tensors(rank: int, tmp_path: Path) -> None:
+    """Each rank has plain tensors: its part of a weight, whose module has hooks.
 
-
-def plain_plans(rank: int, folder: str) -> None:
-    """Each rank has plain tensors: its part of a weight, whose module has hooks."""
-    start(rank, folder)
+    A head that such a plan splits trains with logits, which a hook of transformers gathers, and `left` says so.
+    """
+    start(rank)
     given = even("llama").sample()
     sample = {**given.arguments, "labels": given.labels}
     if rank == 0:
-        even("llama").build().save_pretrained(f"{folder}/llama")
+        even("llama").build().save_pretrained(f"{tmp_path}/llama")
     dist.barrier()
     one = even("llama").build().train()
     expected = one(**sample).loss
@@ -264,7 +259,7 @@ def plain_plans(rank: int, folder: str) -> None:
     for tp_plan in ("auto", {**plan, "lm_head": "colwise_gather_output"}):
         for way in WAYS:
             patch, run = WAYS[way]
-            model = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/llama", tp_plan=tp_plan).train()
+            model = transformers.AutoModelForCausalLM.from_pretrained(f"{tmp_path}/llama", tp_plan=tp_plan).train()
             if tp_plan != "auto":
                 with pytest.raises(ValueError, match=r"part of lm_head's weight, .* leave lm_head out of tp_plan"):
                     attach_head(model)
@@ -282,25 +277,20 @@ def plain_plans(rank: int, folder: str) -> None:
                     if parameter.shape[dim] < exact.shape[dim]:
                         exact = exact.chunk(WORLD, dim)[rank]
                 assert (parameter.grad - exact).norm() < 1e-4 * exact.norm(), (way, tp_plan, name)
-    dist.destroy_process_group()
 
 
-@pytest.mark.skipif(TAKES_SIZES, reason="this transformers shards DTensors")
-def test_plans_of_plain_tensors(tmp_path: Path, fresh_process: FreshProcesses) -> None:
-    """A head that such a plan splits trains with logits, which a hook of transformers gathers, and `left` says so."""
-    fresh_process.spawn(plain_plans, WORLD, str(tmp_path))
-
-
-def modules(rank: int, folder: str, every: str) -> None:
-    start(rank, folder)
+@some_or_all
+@on_ranks(WORLD)
+def test_parallelize_module(rank: int, every: bool) -> None:
+    start(rank)
     mesh = init_device_mesh("cpu", (WORLD,))
     dtypes = DTYPES[1:] if FIRST_DTENSORS else DTYPES
     cases = [(plan, family, dtype) for plan in PLANS for family in ("llama", "qwen2") for dtype in dtypes]
     for i, (plan, family, dtype) in enumerate(cases):
         if FIRST_DTENSORS and "sequence" in plan:
             continue
-        if every == "True" or FIRST_DTENSORS or i % 8 in (1, 6):
-            ways = tuple(WAYS) if every == "True" else (list(WAYS)[i // 4 % 2],)
+        if every or FIRST_DTENSORS or i % 8 in (1, 6):
+            ways = tuple(WAYS) if every else (list(WAYS)[i // 4 % 2],)
             if plan == "local-sequence":
                 # Stock's own loss fails on this plan: a hook of the head makes local hidden states whole, and until
                 # then their shape is that of a rank's part.
@@ -310,7 +300,6 @@ def modules(rank: int, folder: str, every: str) -> None:
     assert applied.left["LlamaRMSNorm"] == "parallelize_module runs it on DTensors"
     adapters(mesh)
     split_on_columns(mesh)
-    dist.destroy_process_group()
 
 
 def adapters(mesh: DeviceMesh) -> None:
@@ -363,14 +352,12 @@ def split_on_columns(mesh: DeviceMesh) -> None:
         torch.testing.assert_close(gradients_of(model)[name], exact, rtol=1e-4, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-def test_parallelize_module(tmp_path: Path, fresh_process: FreshProcesses, every: bool) -> None:
-    fresh_process.spawn(modules, WORLD, str(tmp_path), str(every))
-
-
-def with_fsdp(rank: int, folder: str, every: str) -> None:
+@pytest.mark.slow
+@some_or_all
+@on_ranks(2 * WORLD)
+def test_with_fsdp(rank: int, tmp_path: Path, every: bool) -> None:
     """Two samples, each on two ranks that split the vocabulary. FSDP2 shards the weights over the samples too."""
-    start(rank, folder, 2 * WORLD)
+    start(rank, 2 * WORLD)
     mesh = init_device_mesh("cpu", (2, WORLD), mesh_dim_names=("dp", "tp"))
     generator = torch.Generator().manual_seed(0)
     ids = [torch.randint(10, VOCAB - 10, (2, 9), generator=generator) for _ in range(2)]
@@ -384,12 +371,12 @@ def with_fsdp(rank: int, folder: str, every: str) -> None:
     cases: list[tuple[Tiny, Callable[[], Any]]] = [
         (BY_ID["llama"], lambda: by_modules("llama", True)),
         (BY_ID["qwen2"], lambda: by_modules("qwen2", False)),
-        (even("llama"), lambda: by_plan(folder, "llama", torch.float32, tp_size=2, fsdp_size=2)),
-        (even("qwen2"), lambda: by_plan(folder, "qwen2", torch.float32, tp_size=2, fsdp_size=2)),
+        (even("llama"), lambda: by_plan(tmp_path, "llama", torch.float32, tp_size=2, fsdp_size=2)),
+        (even("qwen2"), lambda: by_plan(tmp_path, "qwen2", torch.float32, tp_size=2, fsdp_size=2)),
     ]
     if "dp_replicate_size" not in DistributedConfig.__dataclass_fields__:  # transformers 5.17 cannot load these
         cases = cases[:2]
-    for i, (tiny, make) in enumerate(cases if every == "True" else cases[1:3]):
+    for i, (tiny, make) in enumerate(cases if every else cases[1:3]):
         one = tiny.build().train()
         sum(one(input_ids=x, labels=x).loss for x in ids).div(2).backward()
         exact = gradients_of(one)
@@ -401,10 +388,3 @@ def with_fsdp(rank: int, folder: str, every: str) -> None:
             # The gradient of a key's bias is zero except for rounding.
             error = (g - exact[name]).norm() / exact[name].norm()
             assert error < 1e-4 or "k_proj.bias" in name, (i, tiny, name, error)
-    dist.destroy_process_group()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-def test_with_fsdp(tmp_path: Path, fresh_process: FreshProcesses, every: bool) -> None:
-    fresh_process.spawn(with_fsdp, 2 * WORLD, str(tmp_path), str(every))

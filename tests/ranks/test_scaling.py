@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from fresh_process import FreshProcesses
-from ranks import join
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -30,8 +28,6 @@ from liger_chunked import (
     memory,
 )
 from liger_chunked.engine import checks
-
-pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
 
 B, T, H, V = 4, 16, 24, 40
 KINDS = {"_allgather_base_": "all_gather", "allreduce_": "all_reduce", "_reduce_scatter_base_": "reduce_scatter"}
@@ -83,12 +79,14 @@ def totals(found: list[Collective]) -> Counter[tuple[str, int]]:
     return given
 
 
-def count(rank: int, world: str, folder: str) -> None:
-    torch.set_num_threads(1)
+# With two ranks, a formula could have a 2 in the place of their number.
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.exhaustive), 4])
+@on_ranks()
+def test_collectives_of_steps(rank: int, world: int) -> None:
     # The formulas leave out two numbers by which ranks compare their calls and targets in each step.
     checks._tells_ranks = checks._check_same_targets = lambda *_: False
-    ranks = int(world)
-    join(rank, ranks, folder)
+    ranks = world
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(V, H, generator=generator) for _ in range(2)]
     hidden = [torch.randn(B, T, H, generator=generator) for _ in range(2)]
@@ -115,7 +113,6 @@ def count(rank: int, world: str, folder: str) -> None:
             expected = scaling.of_split_sequence(exchange, n // ranks, ranks)
             assert sorted(found) == sorted(expected), (loss, dtype, found)
     gathers(ranks, weights[0], hidden[0].flatten(0, 1))
-    dist.destroy_process_group()
 
 
 class Head(nn.Module):
@@ -143,13 +140,6 @@ def gathers(ranks: int, weight: Tensor, x: Tensor) -> None:
     with Wire() as counted:
         GatheredColumns.apply(Copied.apply(x) @ own.t()).square().sum().backward()
     assert sorted(counted.found) == sorted(scaling.of_gathered_logits(len(x), V, H, ranks, 4)), counted.found
-
-
-# With two ranks, a formula could have a 2 in the place of their number.
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.exhaustive), 4])
-def test_collectives_of_steps(tmp_path: Path, fresh_process: FreshProcesses, world: int) -> None:
-    fresh_process.spawn(count, world, str(world), str(tmp_path))
 
 
 @pytest.mark.parametrize("kind, given", [("all_gather", 10), ("reduce_scatter", 30), ("all_reduce", 30)])

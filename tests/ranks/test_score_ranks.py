@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
 import torch
-import torch.distributed as dist
-from fresh_process import FreshProcesses
-from ranks import join
+from ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -19,7 +14,6 @@ from liger_chunked import VocabShard, defer_logits, score, teacher_top_k
 
 V, H = 22, 8
 OUTPUTS = ("logps", "lse", "entropy", "is_top1")
-pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
 
 
 class Model(nn.Module):
@@ -36,8 +30,8 @@ def close(found, expected) -> None:
         torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-10, atol=1e-10, msg=name)
 
 
-def worker(rank: int, world: str, folder: str) -> None:
-    join(rank, world, folder)
+@on_ranks(2)
+def test_two_ranks(rank: int) -> None:
     torch.manual_seed(0)
     model, x, target = Model().double(), torch.randn(3, 5, H, dtype=torch.float64), torch.randint(V, (3, 5))
     target[0, 2] = -100
@@ -49,7 +43,7 @@ def worker(rank: int, world: str, folder: str) -> None:
     part = model.head.weight[rows], hidden, model.head.bias[rows]
     close(score(part, target, OUTPUTS, vocab_shard=shard), expected)
 
-    mesh = init_device_mesh("cpu", (int(world),))
+    mesh = init_device_mesh("cpu", (2,))
     for wrap in ("tensor parallel", "fsdp"):
         torch.manual_seed(0)
         wrapped = Model().double()
@@ -64,8 +58,3 @@ def worker(rank: int, world: str, folder: str) -> None:
         found = teacher_top_k(wrapped, (x, target), 4)
         assert torch.equal(found.ids, top.ids)
         torch.testing.assert_close(found.logps, top.logps, rtol=1e-10, atol=1e-10)
-    dist.destroy_process_group()
-
-
-def test_two_ranks(fresh_process: FreshProcesses, tmp_path: Path) -> None:
-    fresh_process.spawn(worker, 2, "2", str(tmp_path))

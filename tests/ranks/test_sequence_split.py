@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from fresh_process import FreshProcesses
-from ranks import join, same_on_all_ranks, summed
+from ranks import on_ranks, same_on_all_ranks, some_or_all, summed
 from sampling import rows_of_ranks
 from table import ROWS, SMALL, Batch, Row, evaluate, relative_error
 from torch import Tensor
@@ -26,8 +24,6 @@ from liger_chunked import (
     VocabShard,
 )
 
-pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
-
 # The ranks' positions of a sequence. A rank may have none.
 LENGTHS = {2: {"even": (4, 4), "uneven": (2, 6), "empty": (8, 0)}, 4: {"even": (2, 2, 2, 2), "uneven": (3, 0, 3, 2)}}
 SIZES = SMALL._replace(length=8)
@@ -35,7 +31,7 @@ HEADS = ("weight", "bias", "ref_weight", "ref_bias", "teacher_weight", "teacher_
 INPUTS = ("input", "ref_input", "teacher_input", "kl_input", "ref_kl_input")
 
 
-def served(every: str) -> list[Row]:
+def served(every: bool) -> list[Row]:
     return [row for row in rows_of_ranks(every) if row.fused]  # the others are of tokens alone
 
 
@@ -65,31 +61,27 @@ def check(row: Row, batch: Batch, lengths: tuple[int, ...], budget: int | None) 
         assert relative_error(found, expected) < 1e-9, (name, relative_error(found, expected))
 
 
-def all_losses(rank: int, world: str, folder: str, every: str) -> None:
-    join(rank, world, folder)
-    ways = list(LENGTHS[int(world)].items())
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+@some_or_all
+@on_ranks()
+def test_all_losses(rank: int, world: int, every: bool) -> None:
+    ways = list(LENGTHS[world].items())
     for i, row in enumerate(served(every)):
         batch = row.sample(SIZES, i)
         for j, (name, lengths) in enumerate(ways):
             for k, budget in enumerate((None, 8 * 23 * 5)):
-                if every == "True" or (i + j) % 2 == k:
+                if every or (i + j) % 2 == k:
                     try:
                         check(row, batch, lengths, budget)
                     except Exception as error:
                         raise AssertionError(f"{row.id}, {name}, {budget}") from error
-    dist.destroy_process_group()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-def test_all_losses(tmp_path: Path, fresh_process: FreshProcesses, world: int, every: bool) -> None:
-    fresh_process.spawn(all_losses, world, str(world), str(tmp_path), str(every))
-
-
-def with_split_vocabulary(rank: int, folder: str, every: str) -> None:
+@some_or_all
+@on_ranks(4)
+def test_with_split_vocabulary(rank: int, every: bool) -> None:
     """Two ranks split sequences, times two that split the vocabulary, and maybe the hidden states of a part."""
-    join(rank, "4", folder)
     sequences = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
     vocabularies = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     rows = slice(0, 13) if rank % 2 == 0 else slice(13, 23)
@@ -115,17 +107,11 @@ def with_split_vocabulary(rank: int, folder: str, every: str) -> None:
             elif name == "input":
                 expected = expected[:, part][:, half] if i % 2 else expected[:, part]
             assert relative_error(found, expected) < 1e-9, (row.id, name)
-    dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-def test_with_split_vocabulary(tmp_path: Path, fresh_process: FreshProcesses, every: bool) -> None:
-    fresh_process.spawn(with_split_vocabulary, 4, str(tmp_path), str(every))
-
-
-def data_times_sequences(rank: int, folder: str) -> None:
+@on_ranks(4)
+def test_data_times_sequences(rank: int) -> None:
     """Two halves of a batch, each on two ranks that split its sequences. Gradients are averaged over all four ranks."""
-    join(rank, "4", folder)
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     half, lengths = slice(3 * (rank // 2), 3 * (rank // 2) + 3), (3, 5)
     rows = {row.id: row for row in ROWS}
@@ -151,16 +137,11 @@ def data_times_sequences(rank: int, folder: str) -> None:
             assert relative_error(summed(ours[name]) / 4, whole[name]) < 1e-9, name
         part = whole["input"][half][:, own(lengths, rank % 2)]
         assert relative_error(ours["input"] / 4, part) < 1e-9
-    dist.destroy_process_group()
 
 
-def test_data_times_sequences(tmp_path: Path, fresh_process: FreshProcesses) -> None:
-    fresh_process.spawn(data_times_sequences, 4, str(tmp_path))
-
-
-def results(rank: int, folder: str) -> None:
+@on_ranks(2)
+def test_results(rank: int) -> None:
     """Metrics are of whole sequences; products are of this rank's tokens; errors reach all ranks."""
-    join(rank, "2", folder)
     world, lengths = dist.group.WORLD, (2, 6)
     part = own(lengths)
     rows = {row.id: row for row in ROWS}
@@ -220,8 +201,3 @@ def results(rank: int, folder: str) -> None:
     with pytest.raises(ValueError, match=r"advantages \(3, [17]\) may be per token or per sequence"):
         policy = LigerFusedLinearGRPOLoss()
         policy(weight, input[:, few], target[:, few], torch.randn(3, 8)[:, few], sequence_group=world)
-    dist.destroy_process_group()
-
-
-def test_results(tmp_path: Path, fresh_process: FreshProcesses) -> None:
-    fresh_process.spawn(results, 2, str(tmp_path))

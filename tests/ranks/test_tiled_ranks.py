@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from ranks import join
+from ranks import on_ranks
 
 pytest.importorskip("transformers")
 
-import torch
-import torch.distributed as dist
-from fresh_process import FreshProcesses
 from test_models_sharded import (
-    NO_GLOO,
     VOCAB,
     WORLD,
     WRAPPERS,
@@ -44,8 +38,11 @@ def model_of(family: str, tokens: int | None, checkpoints: bool) -> nn.Module:
     return model
 
 
-def worker(rank: int, folder: str, family: str) -> None:
-    join(rank, WORLD, folder)
+@pytest.mark.slow
+@pytest.mark.ordinary_memory
+@pytest.mark.parametrize("family", ["llama", pytest.param("olmo2", marks=pytest.mark.exhaustive)])
+@on_ranks(WORLD)
+def test_ddp_and_fsdp(rank: int, family: str) -> None:
     samples, num_items = samples_of(VOCAB)
     exact = gradients_of_one(family, samples, num_items)
     for kind in KINDS:
@@ -62,7 +59,6 @@ def worker(rank: int, folder: str, family: str) -> None:
     fully_shard(model.model.layers[0].mlp.down_proj)
     with pytest.raises(TypeError, match=r"tiles need whole tensors, got .*a DTensor: let FSDP wrap .*MLP or its layer"):
         run(model, samples[rank][0], "fused", num_items)
-    dist.destroy_process_group()
 
 
 def stock_trains(kind: str, family: str, sample: dict[str, Tensor], num_items: Tensor) -> bool:
@@ -94,12 +90,3 @@ def step(
                 (WORLD * run(model, sample, "fused", num_items)).backward()
         (WORLD * run(model, samples[rank][-1], "fused", num_items)).backward()
     return error_of(gradients_of(model), exact), len(watch.gathers)
-
-
-@pytest.mark.slow
-@NO_GLOO
-@pytest.mark.ordinary_memory
-@pytest.mark.parametrize("family", ["llama", pytest.param("olmo2", marks=pytest.mark.exhaustive)])
-def test_ddp_and_fsdp(tmp_path: Path, fresh_process: FreshProcesses, family: str) -> None:
-    torch.manual_seed(0)
-    fresh_process.spawn(worker, WORLD, str(tmp_path), family)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from fresh_process import FreshProcesses
-from ranks import join, same_on_all_ranks
+from ranks import on_ranks, same_on_all_ranks, some_or_all
 from sampling import rows_of_ranks
 from table import SMALL, Batch, Row, evaluate, relative_error, rows
 from torch import Tensor
@@ -34,8 +32,6 @@ from liger_chunked.engine import choose, collectives, scattered
 from liger_chunked.engine.cutting import Chunk
 from liger_chunked.engine.rows import all_rows
 from liger_chunked.types import LossHead
-
-pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
 
 # The ranks' rows, and rows of padding behind them.
 LAYOUTS = {
@@ -94,30 +90,25 @@ def compare(whole: Batch, ours: Batch, parts: list[tuple[int, int]], tolerance: 
         assert relative_error(found, expected) < tolerance, (name, relative_error(found, expected))
 
 
-def all_losses(rank: int, world: str, folder: str, every: str) -> None:
-    join(rank, world, folder)
-    layouts = list(LAYOUTS[int(world)].items())
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+@some_or_all
+@on_ranks()
+def test_all_losses(rank: int, world: int, every: bool) -> None:
+    layouts = list(LAYOUTS[world].items())
     for i, row in enumerate(rows_of_ranks(every)):
         batch = row.sample(SMALL, i)
         for j, (name, parts) in enumerate(layouts):
             for k, (budget, of_row) in enumerate(BUDGETS.items()):
-                if every == "True" or (i + j) % 2 == k:
+                if every or (i + j) % 2 == k:
                     try:
                         check(row, batch, parts, of_row(row))
                     except Exception as error:
                         raise AssertionError(f"{row.id}, {name}, {budget}") from error
-    dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-def test_all_losses(tmp_path: Path, fresh_process: FreshProcesses, world: int, every: bool) -> None:
-    fresh_process.spawn(all_losses, world, str(world), str(tmp_path), str(every))
-
-
-def live_rows(rank: int, folder: str) -> None:
+@on_ranks(2)
+def test_live_rows(rank: int) -> None:
     """Rows without a gradient are left out alike on all ranks, down to a chunk without any other."""
-    join(rank, 2, folder)
     choose.SMALLEST_OF_LIVE_ROWS = 0
     advantages = torch.tensor([0.0, 1.0, 0.0, -1.0, 0.0, 0.0], dtype=torch.float64)
     for i, row in enumerate(rows("grpo", "grpo-top-entropy", "gspo")):
@@ -141,18 +132,15 @@ def live_rows(rank: int, folder: str) -> None:
             loss = LigerFusedLinearCrossEntropyLoss(reduction="sum")
             loss(w, x, target, token_weights=weights, vocab_shard=shard).backward()
         assert counter.get_total_flops() == 1.5 * 2 * n * hidden * vocab // 2, input_grad
-    dist.destroy_process_group()
 
 
-def test_live_rows(tmp_path: Path, fresh_process: FreshProcesses) -> None:
-    fresh_process.spawn(live_rows, 2, str(tmp_path))
-
-
-def dtensors(rank: int, world: str, folder: str, every: str) -> None:
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+@some_or_all
+@on_ranks()
+def test_dtensors(rank: int, world: int, every: bool) -> None:
     """Weights sharded on dim 0, or all but one whole; hidden states plain, replicated, or sharded."""
-    join(rank, world, folder)
     # Four ranks: two that hold the same, times two that split the vocabulary.
-    shape = (2,) if world == "2" else (2, 2)
+    shape = (2,) if world == 2 else (2, 2)
     mesh = init_device_mesh("cpu", shape)
     rest = [Replicate()] * (len(shape) - 1)
     ways = {"plain": None, "replicated": Replicate(), "sequence": Shard(1), "batch": Shard(0), "whole": None}
@@ -160,7 +148,7 @@ def dtensors(rank: int, world: str, folder: str, every: str) -> None:
         batch = row.sample(SMALL, i)
         whole = evaluate(partial(row.ours), batch)
         for j, (way, placement) in enumerate(ways.items()):
-            if every != "True" and (i + j) % 2:
+            if not every and (i + j) % 2:
                 continue
             heads = {"weight"} if way == "whole" else {name for pair in HEADS.items() for name in pair}
             inputs = {"input", "ref_input", "teacher_input", "kl_input", "ref_kl_input"}
@@ -182,13 +170,6 @@ def dtensors(rank: int, world: str, folder: str, every: str) -> None:
                     found = found.full_tensor()
                 assert same_on_all_ranks(found), (row.id, way, name)
                 assert relative_error(found, expected) < 1e-9, (row.id, way, name)
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-def test_dtensors(tmp_path: Path, fresh_process: FreshProcesses, world: int, every: bool) -> None:
-    fresh_process.spawn(dtensors, world, str(world), str(tmp_path), str(every))
 
 
 INPUTS = ("input", "ref_input", "teacher_input", "kl_input", "ref_kl_input")
@@ -212,25 +193,20 @@ def check_scattered(row: Row, batch: Batch, world: int, parts: list[tuple[int, i
         assert relative_error(found, expected) < 1e-9, name
 
 
-def of_scattered(rank: int, world: str, folder: str, every: str) -> None:
-    join(rank, world, folder)
-    for i, row in enumerate(row for row in rows_of_ranks(every) if row.kernels and not row.kept):
-        batch = row.sample(SMALL._replace(length=8), i)
-        for j, (way, parts) in enumerate(LAYOUTS[int(world)].items()):
-            for k, (budget, of_row) in enumerate(BUDGETS.items()):
-                if every == "True" or (i + j) % 2 == k:
-                    try:
-                        check_scattered(row, batch, int(world), parts, of_row(row))
-                    except Exception as error:
-                        raise AssertionError(f"{row.id}, {way}, {budget}") from error
-    dist.destroy_process_group()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-def test_scattered_hidden_states(tmp_path: Path, fresh_process: FreshProcesses, world: int, every: bool) -> None:
-    fresh_process.spawn(of_scattered, world, str(world), str(tmp_path), str(every))
+@some_or_all
+@on_ranks()
+def test_scattered_hidden_states(rank: int, world: int, every: bool) -> None:
+    for i, row in enumerate(row for row in rows_of_ranks(every) if row.kernels and not row.kept):
+        batch = row.sample(SMALL._replace(length=8), i)
+        for j, (way, parts) in enumerate(LAYOUTS[world].items()):
+            for k, (budget, of_row) in enumerate(BUDGETS.items()):
+                if every or (i + j) % 2 == k:
+                    try:
+                        check_scattered(row, batch, world, parts, of_row(row))
+                    except Exception as error:
+                        raise AssertionError(f"{row.id}, {way}, {budget}") from error
 
 
 class _Largest(TorchDispatchMode):
@@ -246,9 +222,9 @@ class _Largest(TorchDispatchMode):
         return result
 
 
-def scattered_contracts(rank: int, folder: str) -> None:
+@on_ranks(2)
+def test_scattered_contracts(rank: int) -> None:
     """No rank holds all hidden states, or all of dX; a bad length is refused."""
-    join(rank, "2", folder)
     generator = torch.Generator().manual_seed(0)
     vocab, hidden, n = 40, 32, 64
     weight = torch.randn(vocab // 2, hidden, generator=generator)
@@ -311,11 +287,6 @@ def scattered_contracts(rank: int, folder: str) -> None:
     found.backward()
     for ours, exact in ((found.detach(), expected.detach()), (own_x.grad, x.grad[own]), (own_w.grad, w.grad[rows])):
         assert relative_error(ours, exact) < 1e-9
-    dist.destroy_process_group()
-
-
-def test_scattered_contracts(tmp_path: Path, fresh_process: FreshProcesses) -> None:
-    fresh_process.spawn(scattered_contracts, 2, str(tmp_path))
 
 
 def toy_batch(vocab: int, hidden: int, n: int, n_ids: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -326,8 +297,8 @@ def toy_batch(vocab: int, hidden: int, n: int, n_ids: int) -> tuple[Tensor, Tens
     return weight, input, torch.randint(n_ids, (n,), generator=generator)
 
 
-def contracts(rank: int, folder: str) -> None:
-    join(rank, "2", folder)
+@on_ranks(2)
+def test_contracts(rank: int) -> None:
     vocab, hidden, n = 640, 16, 48
     weight, input, target = toy_batch(vocab, hidden, n, n_ids=vocab)
     own = slice(rank * vocab // 2, (rank + 1) * vocab // 2)
@@ -463,16 +434,11 @@ def contracts(rank: int, folder: str) -> None:
         loss(whole, input, target, bias)
     with pytest.raises(TypeError, match="input must be replicated, or sharded on the batch or the sequence"):
         loss(whole, distribute_tensor(input, mesh, [Shard(1)]), target)
-    dist.destroy_process_group()
 
 
-def test_contracts(tmp_path: Path, fresh_process: FreshProcesses) -> None:
-    fresh_process.spawn(contracts, 2, str(tmp_path))
-
-
-def mistakes_of_one_rank(rank: int, folder: str) -> None:
+@on_ranks(2)
+def test_mistakes_of_one_rank(rank: int) -> None:
     """After a correct call, one rank alone passes something else: all ranks raise, and the next call is correct."""
-    join(rank, "2", folder)
     vocab, hidden, n = 24, 8, 6
     weight, input, target = toy_batch(vocab, hidden, n, n_ids=vocab // 2)  # all of the first rank's ids
     own, shard = weight.chunk(2)[rank], VocabShard(None, rank * vocab // 2, vocab)
@@ -514,8 +480,3 @@ def mistakes_of_one_rank(rank: int, folder: str) -> None:
     with pytest.raises(ValueError, match=r"ranks 0 and 1 differ with shapes \(6, 8\) and \(5, 8\)\. A weight"):
         group = dist.new_group([0, 1])
         losses[0](own, input[rank:], target[rank:], None, dataclasses.replace(shard, group=group))
-    dist.destroy_process_group()
-
-
-def test_mistakes_of_one_rank(tmp_path: Path, fresh_process: FreshProcesses) -> None:
-    fresh_process.spawn(mistakes_of_one_rank, 2, str(tmp_path))

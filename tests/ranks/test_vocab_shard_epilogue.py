@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import eager
 import pytest
 import torch
 import torch.distributed as dist
-from fresh_process import FreshProcesses
-from ranks import join, same_on_all_ranks
+from ranks import on_ranks, same_on_all_ranks, some_or_all
 from table import Batch, evaluate, moved, relative_error
 from test_epilogue import BATCHES, HIDDEN, VOCAB, assert_error_is_that_of_eager_code, lost, sequences, tokens
 from test_epilogue_statistics import ALL, weighted
@@ -31,8 +29,6 @@ from liger_chunked import (
 from liger_chunked.engine import checks, choose, collectives, epilogue
 from liger_chunked.engine.epilogue import EpilogueSource, EpilogueStatistics
 from liger_chunked.engine.source import ShardedSource
-
-pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
 
 # The ranks' rows, and rows of padding behind them.
 LAYOUTS = {
@@ -147,13 +143,16 @@ LOSSES = {
 }
 
 
-def losses(rank: int, folder: str, device: str, every: str) -> None:
+@pytest.mark.triton
+@some_or_all
+@pytest.mark.usefixtures("by_epilogue")
+@on_ranks(2)
+def test_losses(rank: int, device: str, every: bool) -> None:
     """Compare with the oracle, and with one process."""
-    join(rank, "2", folder)
     with fused() as ran:
         for i, (name, (make, sample)) in enumerate(LOSSES.items()):
             for j, (layout, parts) in enumerate(LAYOUTS.items()):
-                if every != "True" and i % len(LAYOUTS) != j:
+                if not every and i % len(LAYOUTS) != j:
                     continue
                 batch, (ours, oracle) = sample(), make(parts)
                 expected = "EpilogueStatistics" if make is of_statistics else "EpilogueSource"
@@ -174,17 +173,13 @@ def losses(rank: int, folder: str, device: str, every: str) -> None:
                     assert ran and {kind for kind, _ in ran} == {expected}, ran
                 except Exception as error:
                     raise AssertionError(f"{name}, {layout}: {error}") from error
-    dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.triton
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-def test_losses(tmp_path: Path, fresh_process: FreshProcesses, device: str, by_epilogue: None, every: bool) -> None:
-    fresh_process.spawn(losses, 2, str(tmp_path), device, str(every))
-
-
-def contracts(rank: int, folder: str, device: str) -> None:
-    join(rank, "2", folder)
+@pytest.mark.usefixtures("by_epilogue")
+@on_ranks(2)
+def test_contracts(rank: int, device: str) -> None:
     parts = LAYOUTS["even"]
     batch = moved(tokens(3), torch.bfloat16, device)
     settings = {"lse_square_scale": 1e-2}
@@ -290,18 +285,16 @@ def contracts(rank: int, folder: str, device: str) -> None:
         patch.setattr(checks, "has_wide_tiles", lambda device: rank == 0)
         gradients()
         assert {kind for kind, _ in ran} == {"ShardedSource"}
-    dist.destroy_process_group()
 
 
-@pytest.mark.slow
 @pytest.mark.triton
-def test_contracts(tmp_path: Path, fresh_process: FreshProcesses, device: str, by_epilogue: None) -> None:
-    fresh_process.spawn(contracts, 2, str(tmp_path), device)
+@pytest.mark.usefixtures("by_epilogue")
+@on_ranks(2)
+def test_scattered_hidden_states(rank: int, device: str) -> None:
+    """Each rank has its part of the hidden states.
 
-
-def of_scattered(rank: int, folder: str, device: str) -> None:
-    """Each rank has its part of the hidden states."""
-    join(rank, "2", folder)
+    On a GPU, needs gloo's `reduce_scatter_tensor` on CUDA tensors.
+    """
     parts, half = LAYOUTS["even"], slice(rank * 18, rank * 18 + 18)
     batch = moved(tokens(3), torch.bfloat16, device)
     loss = LigerFusedLinearCrossEntropyLoss(logits_budget=budget(parts, 13))
@@ -314,10 +307,3 @@ def of_scattered(rank: int, folder: str, device: str) -> None:
     whole["input"] = whole["input"][half]
     for key, x in found.items():
         assert relative_error(x, whole[key].double()) < 2**-7, key
-    dist.destroy_process_group()
-
-
-@pytest.mark.triton
-def test_scattered_hidden_states(tmp_path: Path, fresh_process: FreshProcesses, device: str, by_epilogue: None) -> None:
-    """On a GPU, needs gloo's `reduce_scatter_tensor` on CUDA tensors."""
-    fresh_process.spawn(of_scattered, 2, str(tmp_path), device)
