@@ -262,22 +262,3 @@ SERVED: dict[str, dict[str, dict[str, int]]] = {
     "mllama_text": {"rms_norm": {"MllamaTextRMSNorm": 9}, "swiglu": {"MllamaTextMLP": 3}},
     "mllama": {"rms_norm": {"MllamaTextRMSNorm": 9}, "layer_norm": {"LayerNorm": 6}, "swiglu": {"MllamaTextMLP": 3}},
 }
-# The classes that they replace in the modeling module of some families, if these are patched as a whole.
-SERVED_CLASSES: dict[str, set[str]] = {
-    "llama": {"LlamaRMSNorm", "LlamaMLP", "LlamaForCausalLM"},
-    "mistral": {"MistralRMSNorm", "MistralMLP", "MistralForCausalLM"},
-    "mixtral": {"MixtralRMSNorm", "MixtralExperts", "MixtralForCausalLM"},
-    "gemma": {"GemmaRMSNorm", "GemmaMLP", "GemmaForCausalLM"},
-    "gemma2": {"Gemma2RMSNorm", "Gemma2MLP", "Gemma2ForCausalLM"},
-    "gemma3": {"Gemma3RMSNorm", "Gemma3MLP", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"},
-    "qwen2": {"Qwen2RMSNorm", "Qwen2MLP", "Qwen2ForCausalLM"},
-    "qwen2_vl": {"Qwen2VLRMSNorm", "Qwen2MLP", "Qwen2VLForConditionalGeneration"},
-    "qwen2_5_vl": {"Qwen2_5_VLRMSNorm", "Qwen2MLP", "Qwen2_5_VLMLP", "Qwen2_5_VLForConditionalGeneration"},
-    "qwen3": {"Qwen3RMSNorm", "Qwen3MLP", "Qwen3ForCausalLM"},
-    "qwen3_moe": {"Qwen3MoeRMSNorm", "Qwen3MoeExperts", "Qwen3MoeMLP", "Qwen3MoeForCausalLM"},
-    "phi3": {"Phi3RMSNorm", "Phi3MLP", "Phi3ForCausalLM"},
-    "granite": {"GraniteRMSNorm", "GraniteMLP", "GraniteForCausalLM"},
-    "olmo2": {"Olmo2RMSNorm", "Olmo2MLP", "Olmo2ForCausalLM"},
-    "glm4": {"Glm4RMSNorm", "Glm4MLP", "Glm4ForCausalLM"},
-    "mllama": {"MllamaTextRMSNorm", "MllamaTextMLP", "MllamaForCausalLM", "MllamaForConditionalGeneration"},
-}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pickle
+import re
 import time
 
 import pytest
@@ -20,6 +21,7 @@ from packaging.version import Version
 from test_models import assert_same_step, labelled, state_of, step
 from torch import nn
 from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from liger_chunked.integrations.transformers import (
     apply_liger_kernel,
@@ -74,26 +76,6 @@ def test_a_wrong_rotation_is_found():
     function = modeling("llama").apply_rotary_pos_emb
     assert "differ" in verify.rotary_difference(rotary.rotate_pairs, function, [])
     assert "differ" in verify.rotary_difference(rotary.rotate_halves, function, [WholeRotaryEmbedding()])
-
-
-class WholeRotaryEmbedding(nn.Module):
-    """Angles that do not repeat: the kernel would not read half of them."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("inv_freq", torch.rand(8))
-
-    def forward(self, x, position_ids):
-        angles = position_ids[..., None] * self.inv_freq
-        return angles.cos(), angles.sin()
-
-
-def test_angles_that_do_not_repeat_are_refused():
-    model = BY_ID["llama"].build()
-    model.model.rotary_emb = WholeRotaryEmbedding()
-    applied = apply_liger_kernel(model)
-    assert "rope" not in applied.replaced
-    assert "does not give each angle twice" in applied.left["apply_rotary_pos_emb"]
 
 
 @pytest.mark.few(2)
@@ -320,13 +302,74 @@ class FrozenBatchNorm(UnitNorm):
         self.register_buffer("running_var", torch.ones(hidden_size))
 
 
-@pytest.mark.parametrize(("cls", "is_norm"), [(Zoom, True), (UnitNorm, True), (Gain, False), (FrozenBatchNorm, False)])
-def test_a_norm_of_an_unknown_name_is_left_alone(cls, is_norm):
-    model = BY_ID["llama"].build()
-    model.model.norm = cls(model.config.hidden_size)
-    left = apply_liger_kernel(model).left
-    owner = "Zoom"  # whose forward the others have
-    assert left == ({owner: found._OTHER_CODE} if is_norm else {})
+class WholeRotaryEmbedding(nn.Module):
+    """Angles that do not repeat: the kernel would not read half of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("inv_freq", torch.rand(8))
+
+    def forward(self, x, position_ids):
+        angles = position_ids[..., None] * self.inv_freq
+        return angles.cos(), angles.sin()
+
+
+class OwnNorm(LlamaRMSNorm):
+    def forward(self, hidden_states):
+        return 2 * super().forward(hidden_states)
+
+
+class KeyedNorm(LlamaRMSNorm):
+    """Its subclasses must pass a keyword."""
+
+    def __init_subclass__(cls, *, key: str) -> None:
+        super().__init_subclass__()
+
+
+def with_set_forward(hidden_size: int) -> nn.Module:
+    norm = LlamaRMSNorm(hidden_size)
+    own = norm.forward
+    norm.forward = lambda hidden_states: 2 * own(hidden_states)
+    return norm
+
+
+def misread(hidden_size: int) -> nn.Module:
+    register_layer(Renamed, layers.RMS_NORM, weight="scale", eps="epsilon")
+    return Renamed(hidden_size)
+
+
+# A module in the place of one of llama's, and why it is left alone: by its class, or that which it has its forward of.
+UNREAD = {"Zoom": found._OTHER_CODE}
+UNDERIVED = r"no subclass of it can be made \(TypeError: .*__init_subclass__\(\) missing .* 'key'\)"
+LEFT = {
+    "its own code": ("norm", OwnNorm, {"OwnNorm": found._OTHER_CODE}),
+    "a forward set on it": ("norm", with_set_forward, {"LlamaRMSNorm": "its forward was set on the instance"}),
+    "no plain subclass": ("norm", KeyedNorm, {"LlamaRMSNorm": UNDERIVED}),
+    "another layout": ("norm", misread, {"Renamed": "it is laid out differently: .*no attribute 'epsilon'"}),
+    "a norm by its code": ("norm", Zoom, UNREAD),
+    "a norm by a root": ("norm", UnitNorm, UNREAD),
+    "no norm": ("norm", Gain, {}),
+    "statistics of batches": ("norm", FrozenBatchNorm, {}),
+    "angles that do not repeat": (
+        "rotary_emb", lambda _: WholeRotaryEmbedding(), {"apply_rotary_pos_emb": "does not give each angle twice"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_what_is_left_alone(case, table):
+    """All else of the model is patched; its step is that of stock, and `revert` leaves it as it was."""
+    place, make, left = LEFT[case]
+    model, arguments = BY_ID["llama"].build(), labelled(BY_ID["llama"])
+    setattr(model.model, place, make(model.config.hidden_size))
+    stock, before = step(model, arguments), state_of(model)
+    applied = apply_liger_kernel(model)
+    assert applied.replaced["rms_norm"] == {"LlamaRMSNorm": 4 + (place != "norm")}
+    assert ("rope" in applied.replaced) == (place == "norm")
+    assert applied.left.keys() == left.keys() and all(re.search(left[name], applied.left[name]) for name in left)
+    assert_same_step(step(model, arguments), stock)
+    revert_liger_kernel(model)
+    assert state_of(model) == before
 
 
 def test_a_registered_class(table):
