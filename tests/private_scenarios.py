@@ -76,42 +76,6 @@ def one_rank() -> Iterator[Any]:
 # Losses and kernels
 
 
-def losses() -> None:
-    """Losses, also in a checkpoint and with a second backward, against plain torch."""
-    from torch.utils.checkpoint import checkpoint
-
-    from liger_chunked import linear_token_stats
-
-    weight, hidden, target = data = tensors()
-    expected = step(stock, *data)
-    assert_close(step(fused, *data), expected)
-    assert_close(step(lambda *x: checkpoint(fused, *x, use_reentrant=False), *data), expected)
-    value = fused(*data)
-    first = torch.autograd.grad(value, data[:2], retain_graph=True)
-    assert_close([*first, *torch.autograd.grad(2 * value, data[:2])], [*expected[1:], *(2 * g for g in expected[1:])])
-
-    logps = linear_token_stats(weight, hidden, target).logps
-    logps *= 2.0  # of the caller, who may change it
-    exact = 2.0 * torch.log_softmax(hidden @ weight.mT, -1).gather(-1, target.clamp(min=0)[..., None])[..., 0]
-    exact = torch.where(target != -100, exact, 0.0)
-    assert_close(
-        [logps.detach(), *torch.autograd.grad(logps.sum(), data[:2])],
-        [exact.detach(), *torch.autograd.grad(exact.sum(), data[:2])],
-    )
-
-
-def changed_inputs() -> None:
-    """A tensor that a checkpointed loss saved is changed before its backward: an error, or the right gradient."""
-    from torch.autograd.graph import save_on_cpu
-
-    weight, hidden, target = tensors()
-    expected = step(stock, weight, hidden, target)
-    copies = [x.detach().clone().requires_grad_() for x in (weight, hidden)]
-    with save_on_cpu():
-        value = fused(copies[0] * 1, copies[1] * 1, target)
-    assert_close([value.detach(), *torch.autograd.grad(value, copies)], expected)
-
-
 def transforms() -> None:
     """Transforms of torch that no fused loss supports raise, whoever notices them."""
     from torch.autograd import forward_ad
@@ -484,49 +448,10 @@ def patched() -> None:
     assert_close(training(model, labelled_loss), training(twin, labelled_loss), 1e-4)
 
 
-def in_tiles() -> None:
-    """An MLP in tiles and a norm after it, in a checkpointed layer."""
-    from transformers import Olmo2Config, Olmo2ForCausalLM
-
-    from liger_chunked import apply_liger_kernel
-
-    def build() -> Any:
-        torch.manual_seed(0)
-        sizes = dict(vocab_size=V, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
-        model = Olmo2ForCausalLM(Olmo2Config(**sizes, pad_token_id=0, eos_token_id=0)).train()
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        return model
-
-    model = build()
-    apply_liger_kernel(model, tiled_mlp=4)
-    assert_close(training(model, labelled_loss), training(build(), labelled_loss), 1e-4)
-
-
 def with_parameters_of(model: nn.Module) -> Any:
     twin = llama()
     twin.load_state_dict(model.state_dict())
     return twin
-
-
-def experts() -> None:
-    """A patched mixture of experts."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    from liger_chunked import apply_liger_kernel
-
-    def build() -> Any:
-        torch.manual_seed(0)
-        sizes = dict(vocab_size=V, hidden_size=16, intermediate_size=24, moe_intermediate_size=24, head_dim=8)
-        layers = dict(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
-        config = Qwen3MoeConfig(**sizes, **layers, num_experts=4, num_experts_per_tok=2)
-        model = Qwen3MoeForCausalLM(config).train()
-        model.set_experts_implementation("grouped_mm")
-        return model
-
-    expected = training(build(), labelled_loss)
-    model = build()
-    apply_liger_kernel(model)
-    assert_close(training(model, labelled_loss), expected, 1e-4)
 
 
 def shared_prompts() -> None:
@@ -590,38 +515,6 @@ def second_trainer() -> None:
     heads.set([model])
     assert "forward" not in vars(model)
     assert_close([model(IDS, labels=IDS, fused_lm_head=True).log_probs], [expected], 1e-4)
-
-
-def adapted() -> None:
-    """A head with LoRA, whose adapter is switched between the call of the model and the loss."""
-    from peft import LoraConfig, get_peft_model
-
-    from liger_chunked import attach_head, defer_logits
-
-    def build() -> Any:
-        model = llama()
-        torch.manual_seed(1)
-        model = get_peft_model(model, LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False))
-        return model.train()
-
-    def trained(model: Any, loss: Callable[[nn.Module], Tensor]) -> list[Tensor]:
-        value = loss(model)
-        value.backward()
-        return [value.detach(), *(p.grad for p in model.parameters() if p.requires_grad)]
-
-    expected = trained(build(), labelled_loss)
-    model = build()
-    attach_head(model)
-    assert_close(trained(model, head_fn_loss), expected, 1e-4)
-
-    def switched(model: Any) -> Tensor:
-        logits = model(input_ids=IDS).logits
-        with model.disable_adapter():
-            return F.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
-
-    model = build()
-    defer_logits(model.base_model.model.lm_head)
-    assert_close(trained(model, switched), expected, 1e-4)
 
 
 def replicated() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
+from pathlib import Path
 
 import private_names
 import pytest
@@ -34,8 +35,12 @@ sys.path += ["tests", "tests/trl"]
 from private_names import Hidden
 hidden = Hidden(names)
 sys.meta_path.insert(0, hidden)
-import private_scenarios
-getattr(private_scenarios, scenario)()
+if "/" in scenario:
+    import pytest
+    assert pytest.main(["-q", "-p", "no:cacheprovider", f"tests/{scenario}"]) == 0
+else:
+    import private_scenarios
+    getattr(private_scenarios, scenario)()
 assert hidden.replaced == set(names), f"not imported: {set(names) - hidden.replaced}"
 """
 
@@ -67,16 +72,13 @@ def cases() -> list[object]:
             together[scenario, name in GATES].append(name)
             alone += [(scenario, [each]) for each in rows[name]]
     default = [(scenario, names) for (scenario, _), names in together.items()]
-    made = [
-        pytest.param(
-            *case,
-            marks=[pytest.mark.exhaustive] if case[0] in SLOW else [],
-            id=f"{case[0]}-{'+'.join(case[1])}"[:80],
-        )
-        for case in default
-    ]
-    rest = [case for case in alone if case not in default]
-    return made + [pytest.param(*case, marks=pytest.mark.exhaustive, id=f"{case[0]}-{case[1][0]}") for case in rest]
+
+    def case(scenario: str, names: list[str], is_exhaustive: bool) -> object:
+        marks = [pytest.mark.exhaustive] if is_exhaustive else []
+        return pytest.param(scenario, names, marks=marks, id=f"{Path(scenario).name}-{'+'.join(names)}"[:80])
+
+    rest = [case(*each, True) for each in alone if each not in default]
+    return [case(scenario, names, scenario in SLOW) for scenario, names in default] + rest
 
 
 @pytest.mark.few(3)
