@@ -10,7 +10,6 @@ import inspect
 import math
 import re
 import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -96,20 +95,29 @@ def dpo(id: str, ref: str | None = "states", **settings: Any) -> Case:
     )
 
 
+def without_reference() -> Batch:
+    return pairs(SMALL, seed=3, ref=None)
+
+
+def paired(
+    id: str,
+    name: str,
+    oracle: Callable[[Batch], Tensor],
+    sample: Callable[[], Batch] = without_reference,
+    **settings: Any,
+) -> Case:
+    """A loss of pairs without a reference."""
+    arguments = (*HEAD, "nll_target") if name == "ORPO" and sample is not without_reference else HEAD
+    return Case(id, f"LigerFusedLinear{name}Loss", arguments, sample, oracle, settings)
+
+
 def cpo(id: str, oracle: dict[str, Any], **settings: Any) -> Case:
-    return Case(
-        f"cpo-{id}",
-        "LigerFusedLinearCPOLoss",
-        HEAD,
-        lambda: pairs(SMALL, seed=2, ref=None),
-        lambda batch: eager.cpo(**batch, **oracle),
-        settings,
-    )
+    return paired(f"cpo-{id}", "CPO", lambda batch: eager.cpo(**batch, **oracle), **settings)
 
 
 def with_nll_target() -> Batch:
     """The NLL spans the whole chosen sequences and excludes the rejected ones."""
-    batch = pairs(SMALL, seed=3, ref=None)
+    batch = without_reference()
     chosen = torch.arange(SMALL.sequences)[:, None] < SMALL.sequences // 2
     ids = batch["target"].where(batch["target"] != -100, 7)
     return batch | {"nll_target": ids.where(chosen, -100)}
@@ -299,55 +307,20 @@ CASES = [
     dpo("nll", compute_nll_loss=True, alpha=0.7, average_log_prob=True),
     dpo("unread", alpha=0.7, discopop_tau=0.5),
     dpo("alone", ref=None, use_ref_model=False),
-    Case(
-        "orpo",
-        "LigerFusedLinearORPOLoss",
-        (*HEAD, "nll_target"),
-        lambda: pairs(SMALL, seed=3, ref=None),
-        lambda batch: eager.orpo(**batch, beta=0.2),
-        {"beta": 0.2},
-    ),
-    Case(
-        "orpo-nll-target",
-        "LigerFusedLinearORPOLoss",
-        (*HEAD, "nll_target"),
-        with_nll_target,
-        lambda batch: eager.orpo(**batch),
-    ),
-    Case(
-        "orpo-no-nll",
-        "LigerFusedLinearORPOLoss",
-        HEAD,
-        lambda: pairs(SMALL, seed=3, ref=None),
-        orpo_without_nll,
-        {"beta": 0.2, "compute_nll_loss": False},
-    ),
-    Case(
-        "orpo-other-nll-target",
-        "LigerFusedLinearORPOLoss",
-        (*HEAD, "nll_target"),
-        with_another_nll_target,
-        orpo_with_its_own_nll,
-        {"beta": 0.2},
-    ),
+    paired("orpo", "ORPO", lambda batch: eager.orpo(**batch, beta=0.2), beta=0.2),
+    paired("orpo-nll-target", "ORPO", lambda batch: eager.orpo(**batch), with_nll_target),
+    paired("orpo-no-nll", "ORPO", orpo_without_nll, beta=0.2, compute_nll_loss=False),
+    paired("orpo-other-nll-target", "ORPO", orpo_with_its_own_nll, with_another_nll_target, beta=0.2),
     cpo("defaults", {}),
     cpo("settings", {"beta": 0.2, "cpo_alpha": 0.6, "label_smoothing": 0.1}, beta=0.2, alpha=0.6, label_smoothing=0.1),
     cpo("no-nll", {"cpo_alpha": 0.0}, compute_nll_loss=False),
     cpo("average", {"loss_type": "simpo", "simpo_gamma": 0.0}, average_log_prob=True),
-    Case(
-        "simpo",
-        "LigerFusedLinearSimPOLoss",
-        HEAD,
-        lambda: pairs(SMALL, seed=2, ref=None),
-        lambda batch: eager.simpo(**batch, compute_nll_loss=True),
-    ),
-    Case(
+    paired("simpo", "SimPO", lambda batch: eager.simpo(**batch, compute_nll_loss=True)),
+    paired(
         "simpo-settings",
-        "LigerFusedLinearSimPOLoss",
-        HEAD,
-        lambda: pairs(SMALL, seed=2, ref=None),
+        "SimPO",
         lambda batch: eager.simpo(**batch, beta=2.0, gamma=1.1, label_smoothing=0.1),
-        {"beta": 2.0, "gamma": 1.1, "label_smoothing": 0.1, "compute_nll_loss": False, "alpha": 0.7},
+        **{"beta": 2.0, "gamma": 1.1, "label_smoothing": 0.1, "compute_nll_loss": False, "alpha": 0.7},
     ),
     kto("defaults", None, None),
     kto("reference", 0.4, "states", use_ref_model=True, beta=0.3),
@@ -1084,7 +1057,7 @@ def test_apply_tiled_mlp() -> None:
         rows.append(tuple(x.shape))
         return module(x)
 
-    linear, x = nn.Linear(4, 4), torch.randn(2, 7, 4, requires_grad=True)
+    linear, x = nn.Linear(4, 4).double(), torch.randn(2, 7, 4, dtype=torch.float64, requires_grad=True)
     y = ops.apply_tiled_mlp(fn, linear, x)
     assert torch.allclose(y, linear(x)) and rows == [(1, 7, 4), (1, 7, 4)]  # ceil(7 / 4) parts
     function = ops.LigerTiledMLPFunction.apply(fn, linear, x, 7, list(linear.parameters()))
@@ -1213,10 +1186,15 @@ EXPORTED = {
 }
 
 
-@pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def forget_liger_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take what is imported of the package away, for one test."""
     for name in [name for name in sys.modules if name.split(".")[0] == "liger_kernel"]:
         monkeypatch.delitem(sys.modules, name)
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    forget_liger_kernel(monkeypatch)
     compat.install(force=True)
     yield
     compat.uninstall()
@@ -1243,63 +1221,22 @@ def test_every_name_of_liger_kernel_is_served_or_refused(installed: None) -> Non
         assert all(hasattr(getattr(lc, first), second or "__doc__") for first, second in used), advice
 
 
-def test_install(fresh_process: Any) -> None:
-    code = """
-        import sys
-        from liger_chunked import compat
-        sys.path = [path for path in sys.path if not __import__("os").path.isdir(path + "/liger_kernel")]
-        compat.install()
-        compat.install()
-        from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss
-        from liger_kernel.chunked_loss.dpo_loss import LigerFusedLinearDPOFunction
-        from liger_kernel.transformers.functional import liger_rms_norm
-        from liger_kernel.ops.rms_norm import LigerRMSNormFunction
-        import liger_kernel.transformers.rms_norm as rms_norm
-        import liger_kernel
-        assert LigerFusedLinearDPOLoss is compat.chunked_loss.LigerFusedLinearDPOLoss
-        assert rms_norm.LigerRMSNorm is liger_kernel.transformers.LigerRMSNorm
-        assert "LigerRMSNorm" in dir(rms_norm)
-        try:
-            import liger_kernel.megatron
-        except ModuleNotFoundError as error:
-            assert "liger_kernel.megatron is not served" in str(error) and error.name == "liger_kernel.megatron"
-        else:
-            raise AssertionError
-        compat.uninstall()
-        assert not [name for name in sys.modules if name.startswith("liger_kernel")]
-        try:
-            import liger_kernel
-        except ModuleNotFoundError:
-            pass
-        else:
-            raise AssertionError
-    """
-    fresh_process.run(textwrap.dedent(code))
-
-
-def test_install_refuses_an_installed_liger_kernel(fresh_process: Any, tmp_path: Path) -> None:
+def test_install_refuses_an_installed_liger_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    forget_liger_kernel(monkeypatch)
     (tmp_path / "liger_kernel").mkdir()
     (tmp_path / "liger_kernel" / "__init__.py").write_text("theirs = True")
-    code = f"""
-        import sys
-        sys.path.insert(0, {str(tmp_path)!r})
-        from liger_chunked import compat
-        def refused(message, **options):
-            try:
-                compat.install(**options)
-            except RuntimeError as error:
-                assert message in str(error), error
-            else:
-                raise AssertionError(message)
-        refused("Liger-Kernel is installed")
-        import liger_kernel
-        refused("already imported", force=True)
-        del sys.modules["liger_kernel"]
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RuntimeError, match="Liger-Kernel is installed"):
+        compat.install()
+    import_module("liger_kernel")
+    with pytest.raises(RuntimeError, match="already imported"):
         compat.install(force=True)
-        import liger_kernel
-        assert not hasattr(liger_kernel, "theirs")
-    """
-    fresh_process.run(textwrap.dedent(code))
+    del sys.modules["liger_kernel"]
+    compat.install(force=True)
+    try:
+        assert not hasattr(import_module("liger_kernel"), "theirs")
+    finally:
+        compat.uninstall()
 
 
 def test_family_that_transformers_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1400,6 +1337,32 @@ def test_importing_is_light(fresh_process) -> None:
         "import liger_chunked.compat.transformers; assert 'transformers' not in sys.modules"
     )
     fresh_process.run(code)
+
+
+def test_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once or twice, the modules are there and of one package; afterwards, none is."""
+    forget_liger_kernel(monkeypatch)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if not (Path(path) / "liger_kernel").is_dir()])
+    compat.install()
+    compat.install()
+    try:
+        root, norms = import_module("liger_kernel"), import_module("liger_kernel.transformers.rms_norm")
+        assert norms.LigerRMSNorm is root.transformers.LigerRMSNorm is transformers.LigerRMSNorm
+        assert "LigerRMSNorm" in dir(norms)
+        for module, name in (
+            ("chunked_loss.dpo_loss", "LigerFusedLinearDPOFunction"),
+            ("transformers.functional", "liger_rms_norm"),
+            ("ops.rms_norm", "LigerRMSNormFunction"),
+        ):
+            assert hasattr(import_module(f"liger_kernel.{module}"), name)
+        with pytest.raises(ModuleNotFoundError, match=r"liger_kernel\.megatron is not served") as refusal:
+            import_module("liger_kernel.megatron")
+        assert refusal.value.name == "liger_kernel.megatron"
+    finally:
+        compat.uninstall()
+    assert not [name for name in sys.modules if name.startswith("liger_kernel")]
+    with pytest.raises(ModuleNotFoundError):
+        import_module("liger_kernel")
 
 
 @pytest.mark.parametrize("root", ["liger_chunked.compat", "liger_kernel"])
