@@ -7,23 +7,18 @@ the kernels run.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
+from public_calls import BASE, LOSSES, SIZES, TARGET, Call, N, V, normal, statistics, weighed_tokens
 from sampling import exhaustive
-from table import PARAMETERS, PATHS, ROWS, Batch, Row, Sizes, examples, moved, rollouts, tokens
+from table import PATHS, ROWS, Row, tokens
 from torch import Tensor
 
 import liger_chunked as lc
 from liger_chunked import linear_token_stats
 from liger_chunked.types import DIFFERENTIABLE
-
-# Every token is valid: otherwise the selection of valid tokens would make copies without gaps.
-SIZES = Sizes(sequences=4, length=3, hidden=5, vocab=11, ref_hidden=4, ignored=False)
-
 
 # Layouts
 
@@ -84,52 +79,13 @@ def expanded(name: str, x: Tensor) -> list[Tensor]:
 # Cases
 
 
-@dataclass(frozen=True)
-class Case:
-    """A call of the library.
-
-    Args:
-        id: name in test reports.
-        call: maps tensors by name to one or more tensors.
-        tensors: makes the arguments.
-        trainable: names of the arguments that get a gradient.
-        interpreted: also test layouts in Triton's interpreter, where a case takes a hundred times as long.
-        dtype: of its tensors.
-        exhaustive: run with `--exhaustive` only.
-    """
-
-    id: str
-    call: Callable[..., Any]
-    tensors: Callable[[], Batch]
-    trainable: Iterable[str] = PARAMETERS
-    interpreted: bool = True
-    dtype: torch.dtype = torch.float32
-    exhaustive: bool = False
-
-    def sample(self, device: str = "cpu") -> Batch:
-        return moved(self.tensors(), self.dtype, device)
-
-    def evaluate(
-        self, tensors: Batch, upstream: Callable[[Tensor], Tensor] = lambda g: g, **settings: Any
-    ) -> dict[str, Tensor]:
-        """Return the results and the gradients of `tensors`; `upstream` changes the layout of upstream gradients."""
-        leaves = {name: x.detach().requires_grad_(name in self.trainable) for name, x in tensors.items()}
-        outputs = self.call(**leaves, **settings)
-        outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-        cotangents = [torch.arange(y.numel(), dtype=y.dtype, device=y.device).view(y.shape) % 5 - 1.5 for y in outputs]
-        wanted = {name: x for name, x in leaves.items() if x.requires_grad}
-        gradients = torch.autograd.grad(outputs, list(wanted.values()), [upstream(g) for g in cotangents])
-        values = {f"output {i}": y.detach() for i, y in enumerate(outputs)}
-        return values | {f"gradient of {name}": g for name, g in zip(wanted, gradients, strict=True)}
-
-
-def of_row(row: Row) -> Case:
+def of_row(row: Row) -> Call:
     def call(**batch: Tensor) -> Tensor:
         return row.ours(batch)
 
     interpreted = row.id in INTERPRETED
     exhaustive = not interpreted and row.id not in PATHS
-    return Case(row.id, call, lambda: row.sample(SIZES, 0), interpreted=interpreted, exhaustive=exhaustive)
+    return Call(row.id, call, lambda: row.sample(SIZES, 0), interpreted=interpreted, exhaustive=exhaustive)
 
 
 def cross_entropy(ce_weight: Tensor, reduction: str, budget: int | None = None, **batch: Tensor) -> Tensor:
@@ -144,41 +100,13 @@ def cross_entropy(ce_weight: Tensor, reduction: str, budget: int | None = None, 
     return loss(**batch)
 
 
-def weighed_tokens() -> Batch:
-    batch = tokens(SIZES, 0)
-    batch["ce_weight"] = torch.linspace(0.2, 2.0, SIZES.vocab, dtype=torch.float64)
-    batch["token_weights"] = torch.linspace(0.5, 1.5, batch["target"].numel(), dtype=torch.float64).view(4, 3)
-    return batch
-
-
-def grpo(**batch: Tensor) -> Tensor:
-    return lc.LigerFusedLinearGRPOLoss(beta=0.1, entropy_coef=0.1)(**batch)[0]
-
-
-def policy() -> Batch:
-    batch = rollouts(SIZES, 0, ref="tokens", advantages="tokens", weights="tokens")
-    batch["target"] = batch["target"].clamp(min=1)
-    return batch | {"attention_mask": torch.ones_like(batch["target"], dtype=torch.bool)}
-
-
-def kto(**batch: Tensor) -> Tensor:
-    return lc.LigerFusedLinearKTOLoss(beta=0.05)(**batch)[0]
-
-
-def labelled() -> Batch:
-    batch = examples(SIZES, 0, ref="tokens", mismatched="logps")
-    batch["ref_kl_logps"] = torch.linspace(-6.0, -5.0, SIZES.sequences, dtype=torch.float64)
-    batch["example_weights"] = torch.linspace(0.5, 2.0, SIZES.sequences, dtype=torch.float64)
-    return batch
-
-
-def ragged() -> Batch:
-    return tokens(SIZES._replace(ignored=True), 0)
-
-
-def statistics(budget: int | None = None, **batch: Tensor) -> list[Tensor]:
-    stats = linear_token_stats(**batch, outputs=DIFFERENTIABLE, logits_budget=budget)
-    return [getattr(stats, name) for name in DIFFERENTIABLE]
+def of_weighed_tokens(reduction: str, budget: int | None) -> Call:
+    return Call(
+        f"ce-{reduction}-everything-{budget}",
+        partial(cross_entropy, reduction=reduction, budget=budget),
+        lambda: weighed_tokens() | {"ce_weight": torch.linspace(0.2, 2.0, SIZES.vocab, dtype=torch.float64)},
+        interpreted=True,
+    )
 
 
 def one_statistic(name: str, **batch: Tensor) -> Tensor:
@@ -186,17 +114,6 @@ def one_statistic(name: str, **batch: Tensor) -> Tensor:
     return getattr(linear_token_stats(**batch, outputs=DIFFERENTIABLE), name)
 
 
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def base(id: str, call: Callable[..., Any], trainable: str, **tensors: Tensor) -> Case:
-    return Case(id, call, lambda: dict(tensors), trainable.split())
-
-
-N, V = 6, 11
-TARGET = torch.arange(N) * 3 % V
-ANGLES = normal(2, 5, 8, seed=5)
 FEW_ROWS = 4 * SIZES.vocab * 4  # bytes of float32 logits
 # One case per kernel and per path through the engine.
 INTERPRETED = {
@@ -206,53 +123,29 @@ INTERPRETED = {
 
 assert set(INTERPRETED) <= {row.id for row in ROWS}
 
-LOSSES = [
-    *(of_row(row) for row in ROWS),
-    *(
-        Case(f"ce-everything-{budget}", partial(cross_entropy, reduction="mean", budget=budget), weighed_tokens)
-        for budget in (None, FEW_ROWS)
-    ),
-    Case("grpo-everything", grpo, policy),
-    Case("kto-everything", kto, labelled),
-    base("cross_entropy", partial(lc.liger_cross_entropy, label_smoothing=0.1), "logits", logits=normal(N, V),
-         target=TARGET, weight=torch.linspace(0.5, 2.0, V, dtype=torch.float64)),
-    base("cross_entropy-of-sequences", lc.liger_cross_entropy, "logits", logits=normal(2, 3, V),
-         target=TARGET.view(2, 3)),
-]  # fmt: skip
+MEANS = ("cross_entropy", "cross_entropy-of-sequences")
 # Functions with several results, each with an upstream gradient.
 FUNCTIONS = [
-    *(
-        Case(f"ce-none-everything-{budget}", partial(cross_entropy, reduction="none", budget=budget), weighed_tokens)
-        for budget in (None, FEW_ROWS)
-    ),
-    Case("stats", statistics, ragged),
-    Case("stats-bfloat16", partial(one_statistic, "logps"), lambda: tokens(SIZES, 0), dtype=torch.bfloat16),
-    Case("stats-tiles", partial(statistics, budget=FEW_ROWS), lambda: tokens(SIZES, 0)),
-    *(
-        Case(f"stats-{name}-alone", partial(one_statistic, name), lambda: tokens(SIZES, 0), interpreted=False)
-        for name in DIFFERENTIABLE
-    ),
-    base("cross_entropy-none", partial(lc.liger_cross_entropy, reduction="none", label_smoothing=0.1), "logits",
-         logits=normal(2, 3, V), target=TARGET.view(2, 3), weight=torch.linspace(0.5, 2.0, V, dtype=torch.float64)),
-    base("rms_norm", partial(lc.liger_rms_norm, eps=1e-6), "x weight residual", x=normal(2, 3, V),
-         weight=normal(V, seed=1), residual=normal(2, 3, V, seed=2)),
-    base("layer_norm", lc.liger_layer_norm, "x weight bias", x=normal(2, 3, V), weight=normal(V, seed=1),
-         bias=normal(V, seed=2)),
-    base("swiglu", lc.liger_swiglu, "gate up", gate=normal(2, 3, V), up=normal(2, 3, V, seed=1)),
-    base("geglu-packed", lc.liger_geglu, "gate", gate=normal(2, 3, 2 * V)),
-    *(
-        base(f"rope-{'interleaved' if interleaved else 'halves'}",
-             partial(lc.liger_rotary_pos_emb, interleaved=interleaved), "q k", q=normal(2, 4, 5, 12),
-             k=normal(2, 2, 5, 12, seed=1), cos=ANGLES.cos(), sin=ANGLES.sin())
-        for interleaved in (False, True)
-    ),
-    base("rope-of-tables", lc.liger_rotary_pos_emb, "q k", q=normal(2, 4, 5, 8), k=normal(2, 2, 5, 8, seed=1),
-         cos=ANGLES[0].cos(), sin=ANGLES[0].sin(), position_ids=torch.tensor([[0, 1, 2, 3, 4], [4, 2, 1, 0, 3]])),
+    *(of_weighed_tokens("none", budget) for budget in (None, FEW_ROWS)),
+    Call("stats-bfloat16", partial(one_statistic, "logps"), lambda: tokens(SIZES, 0), dtype=torch.bfloat16,
+         interpreted=True),
+    Call("stats-tiles", partial(statistics, budget=FEW_ROWS), lambda: tokens(SIZES, 0), interpreted=True),
+    *(Call(f"stats-{name}-alone", partial(one_statistic, name), lambda: tokens(SIZES, 0)) for name in DIFFERENTIABLE),
+    *(call for call in LOSSES if call.id == "stats"),
+    *(call for call in BASE if call.id not in MEANS),
 ]  # fmt: skip
-CASES = [*LOSSES, *FUNCTIONS]
+# The calls of LOSSES that have other arguments than the rows.
+EVERYTHING = [call for call in LOSSES if call.id in ("kto-logps", "grpo-logps", "uld", "draft")]
+CASES = [
+    *(of_row(row) for row in ROWS),
+    *(of_weighed_tokens("mean", budget) for budget in (None, FEW_ROWS)),
+    *EVERYTHING,
+    *(call for call in BASE if call.id in MEANS),
+    *FUNCTIONS,
+]
 
 
-def cases(cases: Iterable[Case]) -> pytest.MarkDecorator:
+def cases(cases: Iterable[Call]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", [exhaustive([case], case.id, case.exhaustive) for case in cases])
 
 
@@ -272,8 +165,8 @@ def dense(x: Tensor) -> Tensor:
 @pytest.mark.sampled
 @pytest.mark.parametrize("layout", LAYOUTS)
 @cases(CASES)
-def test_each_argument(case: Case, layout: Callable[[Tensor], Tensor]) -> None:
-    tensors = case.sample()
+def test_each_argument(case: Call, layout: Callable[[Tensor], Tensor]) -> None:
+    tensors = case.tensors()
     expected = case.evaluate(tensors)
     for name, x in tensors.items():
         assert torch.equal(layout(x), x)
@@ -282,8 +175,8 @@ def test_each_argument(case: Case, layout: Callable[[Tensor], Tensor]) -> None:
 
 @pytest.mark.few(2)
 @cases(CASES)
-def test_each_argument_expanded(case: Case) -> None:
-    tensors = case.sample()
+def test_each_argument_expanded(case: Call) -> None:
+    tensors = case.tensors()
     for name, x in tensors.items():
         for one in expanded(name, x):
             same = case.evaluate(tensors | {name: dense(one)})
@@ -294,8 +187,8 @@ def test_each_argument_expanded(case: Case) -> None:
 @pytest.mark.sampled(0.34, interpreted=True)
 @pytest.mark.triton
 @cases(case for case in CASES if case.interpreted)
-def test_all_arguments(case: Case, device: str) -> None:
-    tensors = case.sample(device)
+def test_all_arguments(case: Call, device: str) -> None:
+    tensors = case.tensors(device)
     expected = case.evaluate(tensors)
     for layout in LAYOUTS:
         assert_same(case.evaluate({k: layout(x) for k, x in tensors.items()}), expected, layout.__name__)
@@ -309,8 +202,8 @@ def test_all_arguments(case: Case, device: str) -> None:
 @pytest.mark.sampled(0.5, interpreted=True)
 @pytest.mark.triton
 @cases(FUNCTIONS)
-def test_upstream(case: Case, device: str) -> None:
-    tensors = case.sample(device)
+def test_upstream(case: Call, device: str) -> None:
+    tensors = case.tensors(device)
     expected = case.evaluate(tensors)
     for layout in (strided, permuted, shifted, rows_of_a_wider_buffer):
         assert_same(case.evaluate(tensors, layout), expected, layout.__name__)

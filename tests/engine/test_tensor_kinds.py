@@ -6,7 +6,6 @@ A table of kinds and calls. Each test replaces one tensor of a call.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,166 +13,14 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.distributed as dist
-from base_ops import rotation
-from table import SMALL, Batch, drafts, examples, pairs, rollouts, students, tokens
+from public_calls import BASE, LOSSES, Call
+from table import Batch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._pytree import tree_map
-
-import liger_chunked as lc
-
-# Calls
-
-
-@dataclass(frozen=True)
-class Call:
-    """A public function or a module, and its tensors by name; those in `differentiable` get a gradient."""
-
-    id: str
-    function: Callable[..., Any]
-    sample: Callable[[], Batch]
-    differentiable: tuple[str, ...] = ("weight", "input", "bias")
-
-    def __repr__(self) -> str:
-        return self.id
-
-    def output(self, **batch: Any) -> Tensor:
-        output = self.function(**batch)
-        while not isinstance(output, Tensor):
-            output = output[0]
-        return output
-
-    def run(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the first output and the gradients."""
-        output = self.output(**batch)
-        found = {"output": output.detach()}
-        wanted = [name for name in self.differentiable if batch[name].requires_grad]
-        gradients = torch.autograd.grad(output.sum(), [batch[name] for name in wanted]) if wanted else ()
-        return found | dict(zip(wanted, gradients, strict=True))
-
-    def batch(self) -> Batch:
-        """Return the tensors, with those that get a gradient as trainable leaves."""
-        return {name: x.requires_grad_(name in self.differentiable) for name, x in self.sample().items()}
-
-
-def normal(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-
-
-def with_sides(batch: Batch, **sides: Any) -> Batch:
-    return batch | {name: make(batch["target"]) for name, make in sides.items()}
-
-
-def per_sequence(target: Tensor) -> Tensor:
-    return torch.linspace(0.5, 2.0, target.shape[0], dtype=torch.float64)
-
-
-def per_token(target: Tensor) -> Tensor:
-    return torch.linspace(0.5, 2.0, target.numel(), dtype=torch.float64).view(target.shape)
-
-
-def count(target: Tensor) -> Tensor:
-    return (target != -100).sum()
-
-
-def top_k() -> Batch:
-    return with_sides(students(SMALL, 0, top_k=3), mask=lambda target: target != 5)
-
-
-def two_vocabularies() -> Batch:
-    batch = students(SMALL, 0, padding=4)
-    sides = {name: batch["target"].abs().double() / 100 for name in ("scale", "teacher_scale")}
-    return {name: x for name, x in batch.items() if name != "target"} | sides
-
-
-# One loss for each set of arguments.
-LOSSES = [
-    Call("linear_token_stats", lc.linear_token_stats, lambda: tokens(SMALL, 0)),
-    Call(
-        "cross_entropy",
-        lc.LigerFusedLinearCrossEntropyLoss(),
-        lambda: with_sides(tokens(SMALL, 0), token_weights=per_token, num_items=count),
-    ),
-    Call("dpo", lc.LigerFusedLinearDPOLoss(), lambda: pairs(SMALL, 0)),
-    Call("orpo", lc.LigerFusedLinearORPOLoss(), lambda: with_sides(pairs(SMALL, 0, ref=None), nll_target=torch.clone)),
-    Call(
-        "kto",
-        lc.LigerFusedLinearKTOLoss(),
-        lambda: with_sides(examples(SMALL, 0, mismatched="states"), example_weights=per_sequence),
-    ),
-    Call(
-        "kto-logps",
-        lc.LigerFusedLinearKTOLoss(),
-        lambda: examples(SMALL, 0, ref="sequences") | {"kl": normal()},
-    ),
-    Call(
-        "grpo",
-        lc.LigerFusedLinearGRPOLoss(beta=0.1),
-        lambda: with_sides(
-            rollouts(SMALL, 0, ref="states", weights="tokens"), attention_mask=lambda target: (target != -100).long()
-        ),
-    ),
-    Call(
-        "grpo-logps",
-        lc.LigerFusedLinearGRPOLoss(beta=0.1, reduction="dapo"),
-        lambda: with_sides(rollouts(SMALL, 0, ref="tokens"), num_items=count),
-    ),
-    Call("on-policy-distillation", lc.LigerFusedLinearOnPolicyDistillationLoss(), lambda: students(SMALL, 0)),
-    Call("uld", lc.LigerFusedLinearULDLoss(), two_vocabularies),
-    Call("draft", lc.LigerFusedLinearDraftLoss(), lambda: drafts(SMALL, 0, steps=2)),
-    Call("kl-top_k", lc.LigerFusedLinearKLDivLoss(), top_k),
-]
-
-
-def norm() -> Batch:
-    return {"x": normal(2, 3, 8), "weight": normal(8), "bias": normal(8)}
-
-
-def heads() -> Batch:
-    q = normal(2, 3, 5, 8)
-    cos, sin = (x[0] for x in rotation(5, 8, q))
-    return {"q": q, "k": q[:, :1].clone(), "cos": cos, "sin": sin, "position_ids": torch.arange(5).expand(2, 5)}
-
-
-def logits() -> Batch:
-    return {"logits": normal(5, 7), "target": torch.arange(5), "weight": normal(7).abs()}
-
-
-def two(*names: str, labels: bool = False) -> Callable[[], Batch]:
-    def sample() -> Batch:
-        batch = {name: normal(5, 7 + i)[:, :7].log_softmax(-1).clone() for i, name in enumerate(names)}
-        return batch | ({"shift_labels": torch.arange(5) - 100} if labels else {})
-
-    return sample
-
-
-def halves() -> Batch:
-    return {"gate": normal(2, 6), "up": normal(2, 6)}
-
-
-BASE = [
-    Call(
-        "liger_rms_norm",
-        lc.liger_rms_norm,
-        lambda: {"x": normal(2, 3, 8), "weight": normal(8), "residual": normal(2, 3, 8)},
-        ("x", "weight", "residual"),
-    ),
-    Call(
-        "liger_rms_norm_gated",
-        lc.liger_rms_norm_gated,
-        lambda: {"x": normal(2, 3, 8), "gate": normal(2, 3, 8), "weight": normal(8)},
-        ("x", "gate", "weight"),
-    ),
-    Call("liger_layer_norm", lc.liger_layer_norm, norm, ("x", "weight", "bias")),
-    Call("liger_rotary_pos_emb", lc.liger_rotary_pos_emb, heads, ("q",)),
-    Call("liger_swiglu", lc.liger_swiglu, halves, ("gate", "up")),
-    Call("liger_geglu", lc.liger_geglu, halves, ("gate", "up")),
-    Call("liger_relu_squared", lc.liger_relu_squared, lambda: {"x": normal(2, 3, 8)}, ("x",)),
-    Call("liger_cross_entropy", lc.liger_cross_entropy, logits, ("logits",)),
-]
 
 CALLS = LOSSES + BASE
 ARGUMENTS = [pytest.param(call, name, id=f"{call}-{name}") for call in CALLS for name in call.sample()]
@@ -231,28 +78,19 @@ def equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
 @pytest.mark.parametrize("kind", SERVED)
 @every_argument
 def test_served_as_a_plain_tensor(call: Call, argument: str, kind: str) -> None:
-    batch = call.batch()
-    found, leaf = {}, batch[argument]
-    given = replaced(batch, argument, SERVED[kind])
-    output = call.output(**given)
-    assert type(output) is Tensor
-    found["output"] = output.detach()
-    if leaf.requires_grad and kind != "buffer":  # a buffer is a new tensor
-        (found[argument],) = torch.autograd.grad(output.sum(), leaf)
-    expected = call.run(batch)
+    leaves = call.leaves()
+    outputs = call.outputs(replaced(leaves, argument, SERVED[kind]))
+    assert all(type(output) is Tensor for output in outputs)
+    own = {name: x for name, x in leaves.items() if kind != "buffer" or name != argument}  # a buffer is a new tensor
+    found, expected = call.results(outputs, own), call.evaluate(leaves)
     assert equal(found, {name: expected[name] for name in found})
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize("call", [call for call in CALLS if call.differentiable], ids=repr)
+@every_call
 def test_an_asynchronous_upstream_gradient_is_waited_for(call: Call) -> None:
-    batch = call.batch()
-    output = call.output(**batch)
-    wanted = [batch[name] for name in call.differentiable]
-    upstream = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view(output.shape)
-    expected = torch.autograd.grad(output, wanted, upstream, retain_graph=True)
-    found = torch.autograd.grad(output, wanted, AsyncCollectiveTensor(upstream.clone()))
-    assert all(torch.equal(*both) for both in zip(found, expected, strict=True))
+    tensors = call.sample()
+    assert equal(call.evaluate(tensors, upstream=AsyncCollectiveTensor), call.evaluate(tensors))
 
 
 # Kinds that are refused
@@ -340,7 +178,7 @@ expects_nested = pytest.mark.filterwarnings("ignore:The PyTorch API of nested te
 @every_argument
 def test_refused_by_name(call: Call, argument: str, kind: str, grad: bool) -> None:
     make, ndim, message = REFUSED[kind]
-    batch = call.batch()
+    batch = call.leaves()
     if batch[argument].ndim < ndim:
         pytest.skip(f"{kind} has {ndim} dimensions or more")
     if call in LOSSES and make in (REFUSED["dtensor"][0], REFUSED["dtensor-sharded"][0]):
@@ -355,38 +193,34 @@ def check_dtensor(call: Call, batch: dict[str, Tensor], argument: str, kind: str
     """A loss serves a replicated DTensor. It serves or refuses a sharded one (test_vocab_shard.py)."""
     given = replaced(batch, argument, REFUSED[kind][0])
     with torch.set_grad_enabled(grad):
-        expected = call.function(**batch)
+        expected = call.outputs(batch)
         try:
-            ours = call.function(**given)
+            ours = call.outputs(given)
         except (TypeError, ValueError) as refused:
             assert kind == "dtensor-sharded" and str(refused).startswith(argument), refused
             return
-    for x, exact in zip(*(found if isinstance(found, tuple) else (found,) for found in (ours, expected)), strict=True):
-        if isinstance(x, Tensor):
-            torch.testing.assert_close(x, exact)
+    for x, exact in zip(ours, expected, strict=True):
+        torch.testing.assert_close(x, exact)
 
 
 @pytest.mark.few(3)
 @every_call
 def test_the_meta_device(call: Call) -> None:
     """Base kernels return shapes, like torch's own functions; a loss must know which tokens count."""
-    batch = {name: x.detach().to("meta") for name, x in call.sample().items()}
+    tensors = {name: x.to("meta") for name, x in call.sample().items()}
     if call in LOSSES:
         with pytest.raises(ValueError, match=r"^input and weight are on the meta device and have no values: pass real"):
-            call.function(**batch)
+            call.function(**tensors)
         return
-    output = call.output(**batch)
-    assert output.is_meta and output.shape == call.run(call.batch())["output"].shape
+    for output, real in zip(call.outputs(tensors), call.outputs(call.sample()), strict=True):
+        assert output.is_meta and output.shape == real.shape
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize("call", [call for call in CALLS if call.differentiable], ids=repr)
+@every_call
 def test_upstream_gradients_of_other_kinds_are_refused(call: Call) -> None:
-    batch = call.batch()
-    output = call.output(**batch)
-    wanted = [batch[name] for name in call.differentiable]
     with pytest.raises(TypeError, match=r"an upstream gradient must be a plain dense torch.Tensor, got .* a Pair, "):
-        torch.autograd.grad(output, wanted, Pair(torch.ones_like(output), torch.ones_like(output)))
+        call.evaluate(call.sample(), upstream=lambda g: Pair(g, g))
 
 
 # Transforms
@@ -407,13 +241,12 @@ TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
 @expects_script
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
-@pytest.mark.parametrize("call", [call for call in CALLS if call.differentiable], ids=repr)
+@every_call
 def test_transforms_of_torch_func_are_refused(call: Call, transform: str, grad: bool) -> None:
-    batch = call.sample()
-    name = call.differentiable[0]
+    batch, name = call.sample(), next(iter(call.differentiable))
 
     def loss(x: Tensor) -> Tensor:
-        return call.output(**{**batch, name: x}).sum()
+        return call.outputs({**batch, name: x})[0].sum()
 
     advice = "is under a transform of torch.func .* differentiate with backward"
     with torch.set_grad_enabled(grad), pytest.raises(NotImplementedError, match=advice):
@@ -423,12 +256,12 @@ def test_transforms_of_torch_func_are_refused(call: Call, transform: str, grad: 
 @pytest.mark.few(2)
 @expects_script
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
-@pytest.mark.parametrize("call", [call for call in CALLS if call.differentiable], ids=repr)
+@every_call
 def test_forward_mode_is_refused(call: Call, grad: bool) -> None:
-    batch, name = call.sample(), call.differentiable[0]
-    plain = call.run(batch)
+    batch, name = call.sample(), next(iter(call.differentiable))
+    plain = call.outputs(batch)
     with torch.set_grad_enabled(grad), forward_ad.dual_level():
-        assert equal(call.run(batch), plain)  # nothing here has a tangent
+        assert all(map(torch.equal, call.outputs(batch), plain))  # nothing here has a tangent
         batch[name] = forward_ad.make_dual(batch[name], torch.ones_like(batch[name]))
         with pytest.raises(NotImplementedError, match=f"^{name} has a tangent of torch.autograd.forward_ad"):
             call.function(**batch)
