@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -12,6 +15,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from liger_chunked.deferred.lazy import PLAIN
+from liger_chunked.engine import sink
+from liger_chunked.kernels import add_rows, backend
 
 
 class Results(TorchDispatchMode):
@@ -59,6 +64,20 @@ class Memory(Results):
             self.peak = max(self.peak, self.alive)
             self.largest = max(self.largest, n_bytes)
             weakref.finalize(storage, self._freed, n_bytes)
+
+
+@contextmanager
+def memory_beside(*given: Tensor) -> Iterator[Memory]:
+    """Track the memory of what runs inside, without the given tensors.
+
+    The CPU path works in blocks of a constant size, which are made smaller here than the shapes of the tests.
+    """
+    with pytest.MonkeyPatch.context() as patch, Memory() as memory:
+        patch.setitem(backend.TORCH_BLOCK, "cpu", 1 << 12)
+        for module in (sink, add_rows):
+            patch.setattr(module, "UPCAST_BLOCK", 1 << 12)
+        memory.expect(*given)
+        yield memory
 
 
 class Products(TorchDispatchMode):

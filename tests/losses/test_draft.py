@@ -4,48 +4,41 @@ from __future__ import annotations
 
 from typing import Any
 
+import eager
 import pytest
 import torch
 import torch.nn.functional as F
-from spies import Memory, flop_counter
-from table import Batch, assert_rounds_as_eager_code, assert_same, moved, relative_error
+from spies import flop_counter, memory_beside
+from table import (
+    Batch,
+    Sizes,
+    assert_rounds_as_eager_code,
+    assert_same,
+    drafts,
+    evaluate,
+    leaves_of,
+    moved,
+    relative_error,
+)
 from torch import Tensor
 
 from liger_chunked import AdaptedWeight, DraftMetrics, LigerFusedLinearDraftLoss, LogitOptions
-from liger_chunked.engine import checks, sink
-from liger_chunked.kernels import backend
+from liger_chunked.engine import checks
 
-B, T, H, H_TEACHER, V = 2, 9, 5, 8, 37
+SIZES = Sizes(sequences=2, length=9, hidden=5, vocab=37, ref_hidden=8)
+B, T, H, V, H_TEACHER = SIZES.sequences, SIZES.length, SIZES.hidden, SIZES.vocab, SIZES.ref_hidden
 IDS = torch.tensor([30, 3, 0, 9, 36, 11, 17, 2, 25, 21, 5])
 BOUND = 1e-9  # float64: a few thousand additions round to less
 KINDS = ("kl", "reverse_kl", "jsd", "tvd", "log_acceptance")
 TRANSFORM: dict[str, Any] = {"softcap": 3.0, "logit_scale": 1.7, "temperature": 0.6}
 OF_TEACHER: dict[str, Any] = {"softcap": 2.0, "logit_scale": 0.7, "temperature": 1.3}
-LEAVES = ("weight", "input", "bias")
 
 
-def batch(steps: int, v_draft: int = len(IDS), seed: int = 0) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    return {
-        "weight": randn(v_draft, H),
-        "input": randn(steps, B, T, H),
-        "teacher_weight": randn(V, H_TEACHER) * 0.7,
-        "teacher_input": randn(B, T, H_TEACHER),
-        "bias": randn(v_draft) * 0.3,
-        "teacher_bias": randn(V) * 0.3,
-    }
-
-
-def logits(weight: Tensor, input: Tensor, bias: Tensor | None, options: dict[str, Any]) -> Tensor:
-    z = input @ weight.T if bias is None else input @ weight.T + bias
-    z = (z if z.dtype == torch.float64 else z.float()) * options.get("logit_scale", 1.0)
-    if "softcap" in options:
-        z = options["softcap"] * (z / options["softcap"]).tanh()
-    return z / options.get("temperature", 1.0)
+def batch(steps: int, v_draft: int = len(IDS), seed: int = 0) -> Batch:
+    """Return states of `steps` steps and of the teacher, and both heads: the draft's has `v_draft` tokens."""
+    given = drafts(SIZES, seed, steps)
+    del given["mask"]
+    return given | {name: given[name][:v_draft] for name in ("weight", "bias")}
 
 
 def cost(kind: str, p: Tensor, q: Tensor, beta: float) -> Tensor:
@@ -81,13 +74,13 @@ def oracle(
     options = options or {}
     of_teacher = options if of_teacher is None else of_teacher
     first, ids = ids is None, torch.arange(given["weight"].shape[0]) if ids is None else ids
-    t = logits(given["teacher_weight"], given["teacher_input"], given.get("teacher_bias"), of_teacher).detach()
+    t = eager.logits(*(given[f"teacher_{name}"] for name in ("weight", "input", "bias")), **of_teacher).detach()
     t = t[..., : len(ids)] if first else t
     steps = given["input"].shape[0]
     chains, greedy, losses = [], [], []
     found: dict[str, list[Tensor]] = {"step_losses": [], "acceptance": [], "top1_agreement": []}
     for k in range(steps):
-        z = logits(given["weight"], given["input"][k], given.get("bias"), options)[:, : T - k]
+        z = eager.logits(given["weight"], given["input"][k], given["bias"], **options)[:, : T - k]
         of_step = t[:, k:]
         q = torch.zeros_like(of_step, dtype=z.dtype).index_copy(-1, ids, z.softmax(-1))
         p = of_step.softmax(-1)
@@ -115,8 +108,9 @@ def oracle(
     return torch.stack(losses).sum(), metrics
 
 
-def with_gradients(loss: Any, given: dict[str, Any]) -> dict[str, Tensor]:
-    leaves = {name: given[name].clone().requires_grad_() for name in LEAVES if name in given}
+def with_gradients(loss: Any, given: Batch) -> Batch:
+    """Return the loss, its gradients by the draft's tensors, and the metrics."""
+    leaves = leaves_of(given)
     value, metrics = loss(given | leaves)
     (3.0 * value).backward()
     metrics = metrics if isinstance(metrics, dict) else metrics._asdict()
@@ -128,9 +122,7 @@ def assert_right(
 ) -> None:
     found = with_gradients(lambda given: loss(**given, **(arguments or {})), given)
     expected = with_gradients(lambda given: oracle(given, **exact), given)
-    assert found.keys() == expected.keys()
-    for name in found:
-        assert relative_error(found[name], expected[name]) < BOUND, name
+    assert_same(found, expected, BOUND)
 
 
 @pytest.mark.sampled(interpreted=True)
@@ -178,7 +170,7 @@ def test_rows_that_count_and_their_weights(steps: int, budget: int | None) -> No
 
 def test_no_row_counts() -> None:
     given = batch(3)
-    leaves = {name: given[name].clone().requires_grad_() for name in LEAVES}
+    leaves = leaves_of(given)
     loss, metrics = LigerFusedLinearDraftLoss(draft_ids=IDS)(**given | leaves, mask=torch.zeros(B, T, dtype=torch.bool))
     loss.backward()
     assert loss == 0 and metrics.acceptance_length == 1
@@ -202,8 +194,8 @@ def test_rows_of_the_teacher_by_index(budget: int | None) -> None:
     flat = given["teacher_input"].flatten(0, 1)
 
     def exact(given: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        p = logits(given["teacher_weight"], flat[index.clamp(min=0)], given["teacher_bias"], {}).softmax(-1)
-        z = logits(given["weight"], given["input"], given["bias"], {})
+        p = eager.logits(given["teacher_weight"], flat[index.clamp(min=0)], given["teacher_bias"]).softmax(-1)
+        z = eager.logits(given["weight"], given["input"], given["bias"])
         values = cost("kl", p[..., IDS], z.softmax(-1), 0.5) * (index >= 0)
         return (values.sum(1) / (index >= 0).sum(1)).sum(), {}
 
@@ -239,15 +231,12 @@ def test_bias_of_the_previous_token() -> None:
 def test_rounding(kind: str) -> None:
     """Errors over 20 batches are at most 1.1 times those of eager code."""
     loss = LigerFusedLinearDraftLoss(draft_ids=IDS, divergence=kind, logits_budget=4000)
-    runs = (lambda given: loss(**given), lambda given: oracle(given, kind))
 
     def results(seed: int) -> tuple[Batch, Batch, Batch]:
         given = moved(batch(2, seed=seed), torch.bfloat16)
-        ours, eager, exact = (
-            {name: x for name, x in with_gradients(run, x).items() if name in LEAVES}
-            for run, x in ((runs[0], given), (runs[1], given), (runs[1], moved(given, torch.float64)))
-        )
-        return ours, eager, exact
+        exact = evaluate(lambda given: oracle(given, kind)[0], moved(given, torch.float64))
+        eager_code = evaluate(lambda given: oracle(given, kind)[0], given)
+        return evaluate(lambda given: loss(**given)[0], given), eager_code, exact
 
     assert_rounds_as_eager_code(map(results, range(20)))
 
@@ -279,19 +268,15 @@ def test_models_that_hardly_agree(dtype: torch.dtype) -> None:
 
 @pytest.mark.ordinary_memory
 @pytest.mark.parametrize(("steps", "v_draft"), [(1, 1009), (4, 250)])
-def test_memory(steps: int, v_draft: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory(steps: int, v_draft: int) -> None:
     """Both models' logits stay within the budget, and no tensor holds all of either's."""
-    monkeypatch.setitem(backend.TORCH_BLOCK, "cpu", 1 << 12)
-    monkeypatch.setattr(sink, "UPCAST_BLOCK", 1 << 12)
     n, h, v, budget = 256, 32, 1009, 1 << 18
     weight, hidden = torch.randn(v_draft, h).bfloat16().requires_grad_(), torch.randn(steps, n, h).bfloat16()
     hidden.requires_grad_()
     teacher = torch.randn(v, h).bfloat16(), torch.randn(n, h).bfloat16()
     ids = torch.arange(v_draft) * (v // v_draft)
     loss = LigerFusedLinearDraftLoss(draft_ids=ids, logits_budget=budget)
-    memory = Memory()
-    memory.expect(weight, hidden, *teacher, ids)
-    with memory:
+    with memory_beside(weight, hidden, *teacher, ids) as memory:
         loss(weight, hidden, *teacher)[0].backward()
     accumulators = 4 * (v_draft * h + steps * n * h) + 2 * (v_draft * h + steps * n * h)
     assert memory.peak <= budget + accumulators + (1 << 17)  # and rows of hidden states, and numbers per token
@@ -303,7 +288,7 @@ def test_memory(steps: int, v_draft: int, monkeypatch: pytest.MonkeyPatch) -> No
 def test_matrix_products(steps: int, budget: int | None) -> None:
     """Three products of the draft, and one of the teacher for all steps, in any number of chunks."""
     given, mask = batch(steps), torch.arange(T).expand(B, T) > 2
-    leaves = {name: given[name].clone().requires_grad_() for name in LEAVES}
+    leaves = leaves_of(given)
     loss = LigerFusedLinearDraftLoss(draft_ids=IDS, logits_budget=budget)
     with flop_counter() as counter:
         loss(**given | leaves, mask=mask)[0].backward()
@@ -356,7 +341,7 @@ def test_in_a_whole_graph() -> None:
     loss = LigerFusedLinearDraftLoss(draft_ids=IDS)
 
     def run(call: Any) -> tuple[list[Tensor], list[Tensor]]:
-        leaves = {name: given[name].clone().requires_grad_() for name in LEAVES}
+        leaves = leaves_of(given)
         value, metrics = call(**{**given, **leaves}, mask=mask)
         assert type(metrics) is DraftMetrics
         return [value, *metrics], list(torch.autograd.grad(value, [*leaves.values()]))
