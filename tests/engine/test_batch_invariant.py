@@ -9,7 +9,8 @@ import eager
 import pytest
 import torch
 from sampling import exhaustive
-from table import relative_error
+from table import assert_same, relative_error
+from test_token_stats import doubles, evaluate, ours
 from torch import Tensor
 
 from liger_chunked import AdaptedWeight, VocabShard, linear_token_stats
@@ -94,18 +95,10 @@ def test_the_default_follows_the_batch() -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_values_and_gradients(dtype: torch.dtype) -> None:
-    given, tolerance = batch(dtype), {torch.float64: 1e-12, torch.float32: 1e-5}[dtype]
-    leaves = [given[name].requires_grad_() for name in ("weight", "input", "bias")]
-    doubles = {name: x.detach().double() if x.is_floating_point() else x for name, x in given.items()}
-    exact_leaves = [doubles[name].requires_grad_() for name in ("weight", "input", "bias")]
-    stats = invariant(**given, outputs=FLOATS)
-    exact = eager.token_stats(**doubles, outputs=FLOATS)
-    for name in FLOATS:
-        assert relative_error(getattr(stats, name).detach(), exact[name].detach()) < tolerance, name
-    total = sum((getattr(stats, name).square().sum() for name in FLOATS), torch.zeros((), dtype=dtype))
-    expected = sum((exact[name].square().sum() for name in FLOATS), torch.zeros((), dtype=torch.float64))
-    for g, e in zip(torch.autograd.grad(total, leaves), torch.autograd.grad(expected, exact_leaves), strict=True):
-        assert relative_error(g, e) < tolerance
+    given = batch(dtype)
+    exact = evaluate(eager.token_stats, doubles(given), FLOATS)
+    found = evaluate(partial(ours, deterministic="batch"), given, FLOATS)
+    assert_same(found, exact, {torch.float64: 1e-12, torch.float32: 1e-5}[dtype])
 
 
 @pytest.mark.parametrize(
@@ -186,35 +179,22 @@ def test_values_and_gradients_of_logits_in_memory(name: str, device: str, passes
         options, given = {}, given | {"bias": (torch.arange(V, device=device) % 5 / 8).bfloat16()}
     if options.get("temperature") is True:
         options = {"temperature": torch.tensor([0.5, 1.0, 2.0], device=device).repeat_interleave(N // 3)}
-    differentiated = tuple(x for x in ALL if x in FLOATS)
-    names = [x for x in ("weight", "input", "bias") if x in given]
-
-    def evaluate(function: Any, dtype: torch.dtype, **more: Any) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
-        batch = {x: (y.to(dtype) if y.is_floating_point() else y) for x, y in given.items()}
-        leaves = [batch[x].requires_grad_() for x in names]
-        stats = function(**batch, outputs=ALL, **more)
-        values = {x: stats[x] if isinstance(stats, dict) else getattr(stats, x) for x in ALL}
-        upstream = torch.linspace(-1, 2, N, dtype=torch.float64, device=device)
-        floats = (values[x].double() for x in differentiated)
-        total = sum(((i + 1) * (upstream.roll(i) * x).sum() for i, x in enumerate(floats)), torch.zeros(()).double())
-        return {x: y.detach() for x, y in values.items()}, torch.autograd.grad(total, leaves)
-
-    values, gradients = evaluate(invariant, torch.bfloat16, **options, logits_budget=budget)
-    exact, exact_gradients = evaluate(eager.token_stats, torch.float64, **options)
-    _, eager_gradients = evaluate(eager.token_stats, torch.bfloat16, **options)
+    found = evaluate(partial(ours, deterministic="batch"), given, ALL, **options, logits_budget=budget)
+    exact = evaluate(eager.token_stats, doubles(given), ALL, **options)
+    of_eager_code = evaluate(eager.token_stats, given, ALL, **options)
     assert passes == [1 if budget is None else 10]
     valid = given["target"] != -100
     for x in ALL:
         if x == "argmax":
             z = given["input"].double() @ given["weight"].double().t()
             z = (z + given["bias"].double() if "bias" in given else z)[valid]
-            assert torch.equal(z.gather(1, values[x][valid][:, None])[:, 0], z.amax(1))
+            assert torch.equal(z.gather(1, found[x][valid].long()[:, None])[:, 0], z.amax(1))
         else:  # the logits are exact in 16 bits: what is left are float32's rounding and the GPU's exp2, of a sum of V
-            torch.testing.assert_close(values[x][valid].double(), exact[x][valid].double(), rtol=1e-5, atol=2e-5, msg=x)
+            torch.testing.assert_close(found[x][valid].double(), exact[x][valid].double(), rtol=1e-5, atol=2e-5, msg=x)
     # Triton's interpreter truncates to bfloat16, which doubles the error of the gradient of logits.
     factor = 1.1 * (1 + backend.INTERPRETED)
-    for ours, of_eager_code, e in zip(gradients, eager_gradients, exact_gradients, strict=True):
-        assert relative_error(ours, e) <= factor * relative_error(of_eager_code, e)
+    for x in exact.keys() - {*ALL}:  # gradients
+        assert relative_error(found[x], exact[x]) <= factor * relative_error(of_eager_code[x], exact[x]), x
 
 
 def same(found: Tensor, expected: Tensor, interpreted: bool) -> bool:

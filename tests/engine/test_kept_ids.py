@@ -13,18 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import join, same_on_all_ranks, summed
-from table import products_for_kept_ids
+from table import assert_same, products_for_kept_ids
 from test_capture import Waits
 from test_learned import LearnedTemperature
+from test_token_stats import adapted, evaluate, ours, without
 from torch import Tensor
 
-from liger_chunked import (
-    AdaptedWeight,
-    KeptIds,
-    LigerFusedLinearGRPOLoss,
-    VocabShard,
-    linear_token_stats,
-)
+from liger_chunked import KeptIds, LigerFusedLinearGRPOLoss, VocabShard, linear_token_stats
 from liger_chunked.engine import choose
 from liger_chunked.types import LossHead
 
@@ -65,42 +60,31 @@ WAYS = {"rows": nullcontext, "products": products_for_kept_ids}
 both_ways = pytest.mark.parametrize("way", WAYS)
 
 
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bias": {},
+    "softcap": {"softcap": 3.0, "logit_scale": 0.5},
+    "temperatures": {"temperature": (0.5 + torch.rand(B, T, generator=torch.Generator().manual_seed(1))).float()},
+    "adapter": {},
+}
+
+
 @pytest.mark.few(5, "bias---rows", "plain---rows", "temperatures---rows")
 @both_ways
 @pytest.mark.parametrize("budget", [None, 8 * 40], ids=["", "tiles"])
 @pytest.mark.parametrize("mixed", [False, True], ids=["", "mixed"])
-@pytest.mark.parametrize("case", ["plain", "bias", "softcap", "temperatures", "adapter"])
+@pytest.mark.parametrize("case", CASES)
 def test_statistics(case: str, mixed: bool, budget: int | None, way: str) -> None:
     if budget is not None and way == "rows" and not mixed:
         pytest.skip("reading rows forms no logits that a budget could cut")
-    given = batch()
-    target, lists = given["target"], drawn_lists(given["target"], mixed=mixed)
-    leaves = {name: x.requires_grad_() for name, x in given.items() if x.is_floating_point()}
-    call: dict[str, Any] = {"weight": leaves["weight"], "input": leaves["input"], "target": target, "temperature": 0.7}
-    if case == "bias":
-        call["bias"] = leaves["bias"]
-    elif case == "adapter":
-        call["weight"] = AdaptedWeight(leaves["weight"], leaves["up"], lambda x: x @ leaves["down"])
-    elif case == "temperatures":
-        call["temperature"] = (0.5 + torch.rand(B, T, generator=torch.Generator().manual_seed(1))).float()
-    elif case == "softcap":
-        call |= {"softcap": 3.0, "logit_scale": 0.5}
-    expected = eager.token_stats(**call, outputs=OUTPUTS, kept=as_mask(lists).view(B, T, V))
+    given, options = batch(), {"temperature": 0.7} | CASES[case]
+    lists, function = drawn_lists(given["target"], mixed=mixed), adapted if case == "adapter" else lambda f: f
+    given = without(given, *(() if case == "adapter" else ("down", "up")), *(() if case == "bias" else ("bias",)))
+    exact = evaluate(function(eager.token_stats), given, OUTPUTS, kept=as_mask(lists).view(B, T, V), **options)
     with WAYS[way]():
-        found = linear_token_stats(**call, outputs=OUTPUTS, kept=KeptIds.from_lists(lists), logits_budget=budget)
-    for name in OUTPUTS:
-        torch.testing.assert_close(getattr(found, name), expected[name], rtol=1e-9, atol=1e-9)
-    g = torch.randn(3, B, T, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    ours, exact = (
-        torch.autograd.grad(
-            sum((stats[name] * x).sum() for name, x in zip(("logps", "lse", "entropy"), g, strict=True)),
-            list(leaves.values()),
-            allow_unused=True,
-        )
-        for stats in (found._asdict(), expected)
-    )
-    for name, a, b in zip(leaves, ours, exact, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
+        kept = KeptIds.from_lists(lists)
+        found = evaluate(function(ours), given, OUTPUTS, kept=kept, logits_budget=budget, **options)
+    assert_same(found, exact, 1e-9)
 
 
 def test_long_lists_take_products(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -399,32 +383,19 @@ def on_a_rank(rank: int, folder: str) -> None:
 
 
 def on_a_part_of_the_vocabulary(rank: int, input_grad: str, way: str) -> None:
-    given = batch()
-    lists, bounds = drawn_lists(given["target"]), ((0, 9), (9, V))[rank]
-    own = slice(*bounds)
-    leaves = {name: given[name].requires_grad_() for name in ("weight", "input", "bias", "down", "up")}
-    whole = AdaptedWeight(leaves["weight"], leaves["up"], lambda x: x @ leaves["down"])
-    options: dict[str, Any] = {"outputs": OUTPUTS, "softcap": 3.0, "kept": KeptIds.from_lists(lists)}
-    expected = linear_token_stats(whole, leaves["input"], given["target"], leaves["bias"], **options)
-    parts = {name: given[name][own].detach().requires_grad_() for name in ("weight", "bias", "up")}
-    copies = {name: given[name].detach().clone().requires_grad_() for name in ("input", "down")}
-    shard = VocabShard(None, bounds[0], V, input_grad)  # type: ignore[arg-type]
-    part = AdaptedWeight(parts["weight"], parts["up"], lambda x: x @ copies["down"])
+    given, start = batch(), (0, 9)[rank]
+    own = slice(start, (9, V)[rank])
+    options: dict[str, Any] = {"softcap": 3.0, "kept": KeptIds.from_lists(drawn_lists(given["target"]))}
+    expected = evaluate(adapted(ours), given, OUTPUTS, **options)
+    parts = given | {name: given[name][own] for name in ("weight", "bias", "up")}
+    expected |= {f"d{name}": expected[f"d{name}"][own] for name in ("weight", "bias", "up")}
+    shard = VocabShard(None, start, V, input_grad)  # type: ignore[arg-type]
     with WAYS[way]():
-        found = linear_token_stats(part, copies["input"], given["target"], parts["bias"], vocab_shard=shard, **options)
-    for a, b in zip(found, expected, strict=True):
-        assert (a is None) == (b is None)
-        if a is not None and b is not None:
-            torch.testing.assert_close(a, b, **SUMS)
-            assert same_on_all_ranks(a.detach())
-    for stats in (found, expected):
-        (stats.logps + 0.5 * stats.entropy - 0.1 * stats.lse).sum().backward()
-    for name, x in parts.items():
-        torch.testing.assert_close(x.grad, leaves[name].grad[own], **SUMS)
-    for name, x in copies.items():
-        assert x.grad is not None
-        gradient = x.grad if input_grad == "all_reduce" else summed(x.grad)
-        torch.testing.assert_close(gradient, leaves[name].grad, **SUMS)
+        found = evaluate(adapted(ours), parts, OUTPUTS, vocab_shard=shard, **options)
+    assert all(same_on_all_ranks(found[name]) for name in OUTPUTS)
+    if input_grad == "partial":
+        found |= {name: summed(found[name]) for name in ("dinput", "ddown")}
+    assert_same(found, expected, 1e-12)
 
 
 def of_positions(rank: int, folder: str) -> None:

@@ -9,22 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_candidates
 import test_capture
 import test_divergences_of_tokens
 import test_kept_ids
 import test_learned
-import test_logits_dtype
-import test_row_temperature
+import test_token_stats
 import torch.distributed as dist
 from fresh_process import FreshProcesses
 
 WORKERS: dict[str, Any] = {
     "kept ids": test_kept_ids.on_a_rank,
     "kept ids of positions": test_kept_ids.of_positions,
-    "temperatures": test_row_temperature.of_policy_ranks,
-    "float32 logits": test_logits_dtype.of_ranks,
-    "candidates": test_candidates.on_a_split_vocabulary,
+    "temperatures": test_token_stats.of_policy_ranks,
+    "candidates and float32 logits": test_token_stats.of_a_vocabulary,
     "capture": test_capture.split_vocabulary,
     "divergences of tokens": test_divergences_of_tokens.on_a_rank,
     "learned settings": test_learned.trained,
