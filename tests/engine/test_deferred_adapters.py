@@ -12,35 +12,26 @@ pytest.importorskip("peft")
 
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig, get_peft_model
+from model_zoo import VOCAB
+from test_lora_head import PEFT_WARNINGS, peft_model
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from liger_chunked import apply_liger_kernel, defer_logits
 from liger_chunked.deferred import DeferredLogits
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # of PEFT
+pytestmark = PEFT_WARNINGS
 
-VOCAB = 61
 IDS = torch.randint(VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
 
 ADAPTERS: dict[str, dict[str, Any]] = {
-    "lora": {"target_modules": ["q_proj", "lm_head"]},
-    "dropout": {"target_modules": ["q_proj", "lm_head"], "lora_dropout": 0.5},
+    "lora": {},
+    "dropout": {"lora_dropout": 0.5},
     "modules_to_save": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
 }
 
 
 def built(adapter: str) -> Any:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
-    model = get_peft_model(LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **sizes)), LoraConfig(**ADAPTERS[adapter]))
-    model.add_adapter("other", LoraConfig(**ADAPTERS[adapter]))
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if "lora_B" in name or "modules_to_save" in name:
-                p.add_(0.3 * torch.randn_like(p))
-    return model.train()
+    return peft_model(second="added", **ADAPTERS[adapter])
 
 
 def loss_of(z: Any) -> Tensor:

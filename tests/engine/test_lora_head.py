@@ -155,24 +155,37 @@ def test_bfloat16_error_is_that_of_peft(row, way, device):
 PEFT_WARNINGS = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
 
+def tiny_llama(**config: Any) -> Any:
+    """Return a tiny Llama, with these changes to its config and the same weights in each call."""
+    tiny = pytest.importorskip("model_zoo").BY_ID["llama"]
+    return dataclasses.replace(tiny, config={**tiny.config, **config}).build()
+
+
 def peft_model(
-    targets: Iterable[str] = ("q_proj", "lm_head"),
-    second: bool = False,
-    sizes: dict[str, int] | None = None,
-    **lora: Any,
+    targets: Iterable[str] = ("q_proj", "lm_head"), second: str = "", config: Any = None, **lora: Any
 ) -> Any:
-    """Return a tiny Llama in float64 with nonzero adapters, in training mode."""
+    """Return a tiny Llama in float64 with nonzero adapters, in training mode.
+
+    Args:
+        second: "added": there is another adapter, "used": both are in use.
+        config: changes to the model's config.
+        lora: the arguments of `LoraConfig`.
+    """
     peft = pytest.importorskip("peft")
-    zoo = pytest.importorskip("model_zoo")
+    base = tiny_llama(**config or {})
     torch.manual_seed(0)
-    config = {"r": 3, "lora_alpha": 6, "target_modules": list(targets), "init_lora_weights": False, **lora}
-    tiny = zoo.BY_ID["llama"]
-    tiny = dataclasses.replace(tiny, config={**tiny.config, **(sizes or {})})
-    model = peft.get_peft_model(tiny.build(), peft.LoraConfig(**config))
+    lora = {"r": 3, "lora_alpha": 6, "target_modules": list(targets), "init_lora_weights": False, **lora}
+    model = peft.get_peft_model(base, peft.LoraConfig(**lora))
     if second:
-        model.add_adapter("other", peft.LoraConfig(**{**config, "r": 2, "lora_alpha": 5}))
+        model.add_adapter("other", peft.LoraConfig(**{**lora, "r": 2, "lora_alpha": 5}))
+    if second == "used":
         model.base_model.set_adapter(["default", "other"])
-    return model.double().train()
+    model.double().train()
+    with torch.no_grad():  # PEFT's copies of modules and rows begin as the base model's
+        for name, p in model.named_parameters():
+            if "modules_to_save" in name or "trainable_tokens_delta" in name:
+                p.add_(0.1 * torch.randn_like(p))
+    return model
 
 
 def labelled(sequences: int = 4) -> dict[str, Tensor]:
@@ -200,7 +213,14 @@ def sft_on_logits(model: Any, batch: dict[str, Tensor]) -> Tensor:
 def logps_of(head: Any, input: Any) -> Tensor:
     logps = linear_token_stats(head.weight, input.hidden_states, input.target, head.bias).logps
     assert logps is not None
-    return logps.sum(1)
+    return logps
+
+
+def logps_on_logits(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Return log-probabilities (B, T), 0 where ignored."""
+    target = next_tokens(batch["labels"])
+    logps = model(input_ids=batch["input_ids"]).logits.log_softmax(-1)
+    return logps.gather(-1, target.clamp(min=0)[..., None])[..., 0] * (target != -100)
 
 
 def dpo(head: Any, input: Any, budget: int | None, ref_logps: Tensor) -> Tensor:
@@ -208,16 +228,15 @@ def dpo(head: Any, input: Any, budget: int | None, ref_logps: Tensor) -> Tensor:
     return loss(head.weight, input.hidden_states, input.target, head.bias, ref_logps=ref_logps)[0]
 
 
-def dpo_on_logits(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    def scores() -> Tensor:
-        target = next_tokens(batch["labels"])
-        logps = model(input_ids=batch["input_ids"]).logits.log_softmax(-1)
-        return (logps.gather(-1, target.clamp(min=0)[..., None])[..., 0] * (target != -100)).sum(1)
-
-    with torch.no_grad(), model.disable_adapter():
-        ref_logps = scores()
-    chosen, rejected = (scores() - ref_logps).chunk(2)
+def dpo_of(logps: Tensor, ref_logps: Tensor) -> Tensor:
+    chosen, rejected = (logps - ref_logps).sum(1).chunk(2)
     return -F.logsigmoid(0.3 * (chosen - rejected)).mean()
+
+
+def dpo_on_logits(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    with torch.no_grad(), model.disable_adapter():
+        ref_logps = logps_on_logits(model, batch)
+    return dpo_of(logps_on_logits(model, batch), ref_logps)
 
 
 def gradients_of(model: Any, loss: Tensor) -> dict[str, Tensor]:
@@ -272,10 +291,10 @@ def normed(model: Any) -> None:
 ADAPTERS: dict[str, tuple[dict[str, Any], Callable[[Any], None] | None]] = {
     "lora": ({}, None),
     "dropout": ({"lora_dropout": 0.4}, None),
-    "two adapters, dropout": ({"second": True, "lora_dropout": 0.3}, None),
+    "two adapters, dropout": ({"second": "used", "lora_dropout": 0.3}, None),
     "bias": ({"lora_bias": True}, None),
     "parametrized lora_A": ({}, parametrized("lora_A")),
-    "parametrized lora_B": ({"second": True}, parametrized("lora_B")),
+    "parametrized lora_B": ({"second": "used"}, parametrized("lora_B")),
     "parametrized base layer": ({}, normed),
     "pre-hook": ({}, hooked("pre", "")),
     "pre-hook of lora_A": ({}, hooked("pre", "lora_A.default")),
@@ -333,7 +352,9 @@ UNSUPPORTED = {
     "dora": ({"use_dora": True}, {}, "adapter 'default' of the kind DoraLinearVariant"),
     "alora": ({"alora_invocation_tokens": [3, 4]}, {}, "adapter 'default' of the kind ALoraLinearVariant"),
     "quantized lora_B": ({}, {}, "computed by .*Rounding.* a fused loss needs a weight in floating point"),
-    "adapters that differ in a batch": ({"second": True}, MIXED, "head_fn takes .*: a hook or the forward .*, add at"),
+    "adapters that differ in a batch": (
+        {"second": "used"}, MIXED, "head_fn takes .*: a hook or the forward .*, add at",
+    ),
 }  # fmt: skip
 
 

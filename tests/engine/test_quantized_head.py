@@ -5,7 +5,6 @@ torchao and bitsandbytes run where they are installed; stand-ins of their classe
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import sys
 import warnings
@@ -20,7 +19,6 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 import peft
-from model_zoo import BY_ID
 from spies import Memory
 from table import Batch, assert_rounds_as_eager_code, assert_same, relative_error
 from test_lora_head import (
@@ -32,6 +30,7 @@ from test_lora_head import (
     logps_of,
     sft,
     sft_on_logits,
+    tiny_llama,
 )
 from torch import Tensor, nn
 
@@ -179,8 +178,7 @@ def format(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def llama(vocab_size: int = 160) -> Any:
-    config = {**BY_ID["llama"].config, "vocab_size": vocab_size, "hidden_size": 64}
-    return dataclasses.replace(BY_ID["llama"], config=config).build()
+    return tiny_llama(vocab_size=vocab_size, hidden_size=64)
 
 
 def models(

@@ -5,7 +5,6 @@ The oracle's reference is the model as it was before PEFT.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -13,26 +12,26 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-import peft
-from model_zoo import BY_ID
 from table import assert_same, relative_error
-from test_lora_head import PEFT_WARNINGS, gradients_of, labelled, next_tokens
-from torch import Tensor
-
-from liger_chunked import (
-    LigerFusedLinearDPOLoss,
-    attach_head,
-    linear_token_stats,
+from test_lora_head import (
+    PEFT_WARNINGS,
+    dpo,
+    dpo_of,
+    gradients_of,
+    labelled,
+    logps_of,
+    logps_on_logits,
+    peft_model,
+    tiny_llama,
 )
 
-pytestmark = [PEFT_WARNINGS]
+from liger_chunked import attach_head
 
-HEAD = ("q_proj", "lm_head")
+pytestmark = [PEFT_WARNINGS]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,69 +40,28 @@ class Case:
 
     lora: dict[str, Any]
     tied: bool = False
-    second: bool = False
+    second: str = ""
     change: Callable[[Any], None] = lambda model: None
 
 
 CASES = {
     "backbone": Case({"target_modules": ["q_proj"]}),
-    "both": Case({"target_modules": HEAD}),
-    "tied head": Case({"target_modules": HEAD}, tied=True),
+    "both": Case({}),
+    "tied head": Case({}, tied=True),
     "tied embeddings": Case({"target_modules": ["q_proj", "embed_tokens"]}, tied=True),
     "both of tied": Case({"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True}, tied=True),
     "saved head": Case({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
-    "tokens": Case({"target_modules": HEAD, "trainable_token_indices": [3, 5, 9]}),
-    "second of two": Case({"target_modules": HEAD}, second=True, change=lambda m: m.set_adapter("other")),
-    "two at once": Case(
-        {"target_modules": HEAD}, second=True, change=lambda m: m.base_model.set_adapter(["default", "other"])
-    ),
-    "merged": Case({"target_modules": HEAD}, change=lambda m: m.merge_adapter()),
+    "tokens": Case({"trainable_token_indices": [3, 5, 9]}),
+    "second of two": Case({}, second="added", change=lambda m: m.set_adapter("other")),
+    "two at once": Case({}, second="used"),
+    "merged": Case({}, change=lambda m: m.merge_adapter()),
 }
 
 
 def models(case: Case) -> tuple[Any, Any]:
     """Return a model with random adapters, and the model before PEFT."""
-    tiny = BY_ID["llama"]
-    tiny = dataclasses.replace(tiny, config={**tiny.config, "tie_word_embeddings": case.tied})
-    base = tiny.build().double()
-    original = copy.deepcopy(base)
-    config = {"r": 3, "lora_alpha": 6, **case.lora}
-    model = peft.get_peft_model(base, peft.LoraConfig(**config))
-    if case.second:
-        model.add_adapter("other", peft.LoraConfig(**config))
-    model.double().train()
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if any(part in name for part in ("lora_", "modules_to_save", "trainable_tokens_delta")):
-                p.add_(0.1 * torch.randn_like(p))
-    return model, original
-
-
-def logps_on_logits(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """(B, T) log-probabilities, zero where ignored."""
-    target = next_tokens(batch["labels"])
-    logps = model(input_ids=batch["input_ids"]).logits.log_softmax(-1)
-    return logps.gather(-1, target.clamp(min=0)[..., None])[..., 0] * (target != -100)
-
-
-def logps_of(head: Any, input: Any) -> Tensor:
-    logps = linear_token_stats(head.weight, input.hidden_states, input.target, head.bias).logps
-    assert logps is not None
-    return logps
-
-
-BETA = 0.3
-
-
-def dpo(logps: Tensor, ref_logps: Tensor) -> Tensor:
-    chosen, rejected = (logps - ref_logps).sum(1).chunk(2)
-    return -F.logsigmoid(BETA * (chosen - rejected)).mean()
-
-
-def fused(head: Any, input: Any, ref_logps: Tensor) -> Tensor:
-    arguments = (head.weight, input.hidden_states, input.target)
-    return LigerFusedLinearDPOLoss(beta=BETA)(*arguments, bias=head.bias, ref_logps=ref_logps)[0]
+    config = {"tie_word_embeddings": case.tied}
+    return peft_model(second=case.second, config=config, **case.lora), tiny_llama(**config).double()
 
 
 @pytest.mark.few(1)
@@ -121,12 +79,12 @@ def test_the_reference_is_the_model_before_peft(name):
     with torch.no_grad(), model.disable_adapter():
         ref_logps = model(**batch, head_fn=logps_of)
     assert relative_error(ref_logps, expected_reference) < 1e-9
-    found = model(**batch, head_fn=functools.partial(fused, ref_logps=ref_logps))
+    found = model(**batch, head_fn=functools.partial(dpo, budget=None, ref_logps=ref_logps))
     ours = gradients_of(model, found)
 
     # `disable_adapter` has unmerged the adapters: the oracle's gradient needs that too.
-    expected = dpo(logps_on_logits(model, batch), expected_reference)
-    assert relative_error(expected.detach(), dpo(policy, expected_reference).detach()) < 1e-9
+    expected = dpo_of(logps_on_logits(model, batch), expected_reference)
+    assert relative_error(expected.detach(), dpo_of(policy, expected_reference).detach()) < 1e-9
     assert relative_error(found.detach(), expected.detach()) < 1e-9
     theirs = gradients_of(model, expected)
     assert theirs and ours.keys() == theirs.keys()
@@ -135,7 +93,7 @@ def test_the_reference_is_the_model_before_peft(name):
 
 def test_another_adapter_as_reference():
     """As TRL's adapter "ref"."""
-    model, _ = models(Case({"target_modules": HEAD}, second=True))
+    model, _ = models(Case({}, second="added"))
     batch = labelled()
     model.set_adapter("other")
     with torch.no_grad():
