@@ -69,6 +69,7 @@ def distillation(
     num_items: int | Tensor | None = None,
     name: str = "jsd",
     parameter: float = 0.5,
+    reduction: str = "mean",
     weight_hard_loss: float = 0.5,
     weight_soft_loss: float = 0.5,
     ignore_index: int = -100,
@@ -117,10 +118,13 @@ def distillation(
             )
         soft = divergence(name, z, t[counts], parameter)
 
-    n = max(1, int(counts.sum())) if num_items is None else num_items or 1
-    soft_loss = soft.sum() / n
-    hard_loss = torch.zeros_like(soft_loss)
+    hard = torch.zeros_like(soft)
     if target is not None:
-        hard_loss = F.cross_entropy(s, target[counts].long(), reduction="sum") / n
+        hard = F.cross_entropy(s, target[counts].long(), reduction="none")
+    if reduction == "none":
+        soft_loss, hard_loss = (x.new_zeros(counts.shape).masked_scatter(counts, x) for x in (soft, hard))
+    else:
+        n = max(1, int(counts.sum())) if num_items is None else num_items or 1
+        soft_loss, hard_loss = soft.sum() / n, hard.sum() / n
     loss = weight_soft_loss * soft_loss + weight_hard_loss * hard_loss
     return loss, {"soft_loss": soft_loss.detach(), "hard_loss": hard_loss.detach()}

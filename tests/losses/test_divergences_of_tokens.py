@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import eager
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from ranks import join, summed
 from spies import Memory, flop_counter
+from table import Batch, Sizes, assert_same, evaluate, moved, students
+from test_lora_head import TRAINABLE, adapted, dense, with_factors, with_weights
 from torch import Tensor
 
 from liger_chunked import (
-    AdaptedWeight,
     LigerFusedLinearCosineSimilarityLoss,
     LigerFusedLinearDistillationBase,
     LigerFusedLinearJSDLoss,
@@ -23,7 +26,9 @@ from liger_chunked import (
     VocabShard,
 )
 
-B, T, H, H_TEACHER, V, R = 2, 4, 8, 6, 23, 3
+SIZES = Sizes(sequences=2, length=4, hidden=8, vocab=23, ref_hidden=6)
+B, T, V = SIZES.sequences, SIZES.length, SIZES.vocab
+KL = LigerFusedLinearKLDivLoss
 
 
 class Squares(LigerFusedLinearDistillationBase):
@@ -31,85 +36,63 @@ class Squares(LigerFusedLinearDistillationBase):
         return (student_logits - teacher_logits).square().mean(-1)
 
 
-LOSSES = {
-    "reverse": lambda **options: LigerFusedLinearKLDivLoss(reverse=True, **options),
-    "forward": LigerFusedLinearKLDivLoss,
-    "mixture": lambda **options: LigerFusedLinearJSDLoss(beta=0.3, **options),
-    "tvd": LigerFusedLinearTVDLoss,
-    "cosine": LigerFusedLinearCosineSimilarityLoss,
-    "own": Squares,
+# The loss, the oracle's name of its divergence, and a parameter of both.
+LOSSES: dict[str, tuple[Any, str, float]] = {
+    "reverse": (partial(KL, reverse=True), "reverse_kl", 0.5),
+    "forward": (KL, "kl", 0.5),
+    "mixture": (partial(LigerFusedLinearJSDLoss, beta=0.3), "jsd", 0.3),
+    "tvd": (LigerFusedLinearTVDLoss, "tvd", 0.5),
+    "cosine": (LigerFusedLinearCosineSimilarityLoss, "cosine", 0.5),
+    "own": (Squares, "squared_error", 0.5),
 }
 
 
-def batch(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    shapes = {
-        "weight": (V, H), "input": (B, T, H), "bias": (V,), "down": (H, R), "up": (V, R),
-        "teacher_weight": (V + 2, H_TEACHER), "teacher_input": (B, T, H_TEACHER),
-    }  # fmt: skip
-    drawn = {k: torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for k, s in shapes.items()}
-    target = torch.randint(V, (B, T), generator=generator)
-    target[0, 1], target[1, 3] = -100, -100
-    return {**drawn, "target": target}
+def batch(dtype: torch.dtype = torch.float64, padding: int = 2) -> Batch:
+    """Return tokens, half of them ignored, and a teacher with a padded vocabulary; the heads have no bias."""
+    return moved(students(SIZES, 3, bias=False, padding=padding), dtype)
 
 
-def of_teacher(given: dict[str, Tensor]) -> dict[str, Tensor]:
+def of_teacher(given: Batch) -> Batch:
     return {name: given[name] for name in ("teacher_weight", "teacher_input")}
 
 
-def upstream(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+def upstream() -> Tensor:
+    return torch.randn(B, T, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+
+
+def assert_right(ours: Callable[..., Any], exact: Callable[..., Any], given: Batch) -> None:
+    """Compare the values and both terms of each token, and gradients for upstream gradients of different sizes."""
+    (found, metrics), (expected, terms) = ours(**with_weights(given, adapted)), exact(**with_weights(given, dense))
+    for a, b in ((found, expected), *((getattr(metrics, name), terms[name]) for name in terms)):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    assert not metrics.soft_loss.requires_grad
+    runs = (lambda b: ours(**with_weights(b, adapted)), lambda b: exact(**with_weights(b, dense)))
+    gradients = [evaluate(lambda b, run=run: (run(b)[0] * upstream()).sum(), given, TRAINABLE) for run in runs]
+    assert_same(*gradients, 1e-9)
 
 
 @pytest.mark.few(3, "cosine-tiles")
 @pytest.mark.parametrize("budget", [None, 8 * V * 3], ids=["", "tiles"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_oracle(name: str, budget: int | None) -> None:
-    """In float64, with an adapter, a bias and ignored tokens: each token has a gradient of its own size."""
-    given = batch()
-    leaves = {k: given[k].requires_grad_() for k in ("weight", "input", "bias", "down", "up")}
+    """In float64, with adapters, a bias and ignored tokens: each token has a gradient of its own size."""
+    make, divergence, parameter = LOSSES[name]
+    settings: dict[str, Any] = {"weight_hard_loss": 0.3, "weight_soft_loss": 0.7, "softcap": 5.0, "reduction": "none"}
     temperature, of_teachers = (1.0, 1.0) if name == "cosine" else (1.7, 0.8)  # a cosine does not depend on them
-    loss = LOSSES[name](
-        reduction="none", weight_hard_loss=0.3, weight_soft_loss=0.7, temperature=temperature, softcap=5.0,
-        logits_budget=budget, teacher_options=LogitOptions(temperature=of_teachers),
-    )  # fmt: skip
-    head = AdaptedWeight(leaves["weight"], leaves["up"], lambda x: x @ leaves["down"])
-    target, valid = given["target"], given["target"] >= 0
-    found, metrics = loss(head, leaves["input"], target=target, bias=leaves["bias"], **of_teacher(given))
-    x = leaves["input"]
-    z = 5.0 * torch.tanh((x @ leaves["weight"].T + x @ leaves["down"] @ leaves["up"].T + leaves["bias"]) / 5.0)
-    t = (given["teacher_input"] @ given["teacher_weight"][:V].T) / of_teachers
-    soft = loss.divergence((z / temperature).reshape(-1, V), t.reshape(-1, V)).view(B, T)
-    hard = F.cross_entropy(z.reshape(-1, V), target.reshape(-1), reduction="none").view(B, T)
-    soft, hard = torch.where(valid, soft, 0.0), torch.where(valid, hard, 0.0)
-    expected = 0.7 * soft + 0.3 * hard
-    for a, b in ((found, expected), (metrics.soft_loss, soft), (metrics.hard_loss, hard)):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
-    assert not metrics.soft_loss.requires_grad
-    g = upstream(B, T)
-    ours, exact = (torch.autograd.grad((x * g).sum(), list(leaves.values())) for x in (found, expected))
-    for a, b in zip(ours, exact, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    settings["temperature"] = temperature
+    own = LogitOptions(temperature=of_teachers, softcap=4.0)
+    exact = partial(eager.distillation, name=divergence, parameter=parameter, **settings)
+    exact = partial(exact, teacher_softcap=4.0, teacher_temperature=of_teachers)
+    loss = make(**settings, logits_budget=budget, teacher_options=own)
+    assert_right(loss, exact, with_factors(students(SIZES, 3, padding=2)))
 
 
 def test_top_k_and_mask() -> None:
     """A teacher's top-k; without targets, `mask` says which tokens count."""
-    given = batch()
-    logps, ids = (given["teacher_input"] @ given["teacher_weight"][:V].T).log_softmax(-1).topk(4)
-    weight, input = given["weight"].requires_grad_(), given["input"].requires_grad_()
-    loss = LigerFusedLinearKLDivLoss(reduction="none", weight_soft_loss=1.0)
-    mask = given["target"] >= 0
-    found, metrics = loss(weight, input, teacher_logps=logps, teacher_ids=ids, mask=mask)
-    log_p = (input @ weight.T).log_softmax(-1)
-    bins = [log_p.gather(-1, ids), torch.log1p(-log_p.gather(-1, ids).exp().sum(-1, keepdim=True))]
-    teacher = torch.cat([logps, torch.log1p(-logps.exp().sum(-1, keepdim=True))], -1)
-    expected = torch.where(mask, (teacher.exp() * (teacher - torch.cat(bins, -1))).sum(-1), 0.0)
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-    assert (metrics.hard_loss == 0).all()
-    g = upstream(B, T)
-    ours, exact = (torch.autograd.grad((x * g).sum(), (weight, input)) for x in (found, expected))
-    for a, b in zip(ours, exact, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    given = students(SIZES, 3, bias=False, top_k=4)
+    given["mask"] = given.pop("target") >= 0
+    exact = partial(eager.distillation, name="kl", reduction="none", weight_soft_loss=1.0)
+    assert_right(KL(reduction="none", weight_soft_loss=1.0), exact, given)
 
 
 @pytest.mark.few(1)
@@ -117,14 +100,12 @@ def test_top_k_and_mask() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_equal_gradients_are_those_of_the_mean(dtype: torch.dtype, device: str) -> None:
     """On the kernels: values and gradients are those of `reduction="mean"`, and the same in every run."""
-    given = {name: x.to(device) for name, x in batch(dtype).items()}
+    given = moved(batch(dtype), device=device)
     n = int((given["target"] >= 0).sum())
     weight, input = given["weight"].requires_grad_(), given["input"].requires_grad_()
 
     def step(reduction: str) -> tuple[Tensor, tuple[Tensor, ...]]:
-        loss, _ = LigerFusedLinearKLDivLoss(reverse=True, reduction=reduction)(
-            weight, input, target=given["target"], **of_teacher(given)
-        )
+        loss, _ = KL(reverse=True, reduction=reduction)(weight, input, target=given["target"], **of_teacher(given))
         loss = loss.sum() / n if reduction == "none" else loss
         return loss.detach(), torch.autograd.grad(loss, (weight, input))
 
@@ -142,7 +123,7 @@ def test_work_and_memory() -> None:
     n, v, h = 256, 512, 16
     weight, input = torch.randn(v, h, requires_grad=True), torch.randn(n, h, requires_grad=True)
     teacher_weight, teacher_input = torch.randn(v, h), torch.randn(n, h)
-    loss = LigerFusedLinearKLDivLoss(reduction="none", logits_budget=2 * 4 * 64 * v)
+    loss = KL(reduction="none", logits_budget=2 * 4 * 64 * v)
     with Memory() as memory, flop_counter() as counter:
         found, _ = loss(weight, input, teacher_weight, teacher_input)
         forward = counter.get_total_flops()
@@ -168,10 +149,10 @@ def test_errors() -> None:
 
 def on_a_rank(rank: int, folder: str) -> None:
     join(rank, 2, folder)
-    given, g = batch(), upstream(B, T)
-    loss = LigerFusedLinearKLDivLoss(reverse=True, reduction="none", logits_budget=8 * V * 3)
+    given, g = batch(padding=0), upstream()
+    loss = KL(reverse=True, reduction="none", logits_budget=8 * V * 3)
     weight, input = given["weight"].requires_grad_(), given["input"].requires_grad_()
-    teacher = {"teacher_weight": given["teacher_weight"][:V], "teacher_input": given["teacher_input"]}
+    teacher = of_teacher(given)
     expected, _ = loss(weight, input, target=given["target"], **teacher)
     exact = torch.autograd.grad((expected * g).sum(), (weight, input))
     own = slice(*((0, 9), (9, V))[rank])
