@@ -8,34 +8,15 @@ import pytest
 import torch
 from table import SMALL, examples, pairs, rollouts, tokens
 
-from liger_chunked import (
-    LigerFusedLinearBCOLoss,
-    LigerFusedLinearCPOLoss,
-    LigerFusedLinearCrossEntropyLoss,
-    LigerFusedLinearDistillationBase,
-    LigerFusedLinearDPOLoss,
-    LigerFusedLinearGRPOLoss,
-    LigerFusedLinearKTOLoss,
-    LigerFusedLinearORPOLoss,
-    LigerFusedLinearPolicyBase,
-    LigerFusedLinearPreferenceBase,
-    LigerFusedLinearSimPOLoss,
-    LigerFusedLinearUnpairedPreferenceBase,
-    LogitOptions,
-    Surrogate,
-    adaptive_entropy_coef,
-    linear_token_stats,
-    rollout_importance_weights,
-)
+import liger_chunked as lc
 from liger_chunked.losses.surrogates import Clip
 
 V, H = SMALL.vocab, SMALL.hidden
 B, T = SMALL.sequences, SMALL.length
 
 # Constructors, by short names: a row of a table below is a line.
-CE, DPO, ORPO = LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss, LigerFusedLinearORPOLoss
-CPO, SIMPO = LigerFusedLinearCPOLoss, LigerFusedLinearSimPOLoss
-KTO, BCO, GRPO = LigerFusedLinearKTOLoss, LigerFusedLinearBCOLoss, LigerFusedLinearGRPOLoss
+CE, DPO, ORPO = lc.LigerFusedLinearCrossEntropyLoss, lc.LigerFusedLinearDPOLoss, lc.LigerFusedLinearORPOLoss
+KTO, BCO, GRPO = lc.LigerFusedLinearKTOLoss, lc.LigerFusedLinearBCOLoss, lc.LigerFusedLinearGRPOLoss
 
 
 def cross_entropy(_settings=None, **changes):
@@ -64,7 +45,7 @@ def grpo(_settings=None, **changes):
 
 
 def stats(**changes):
-    return linear_token_stats(**tokens(SMALL, seed=0) | changes)
+    return lc.linear_token_stats(**tokens(SMALL, seed=0) | changes)
 
 
 def on_pairs(loss: Any, ref: str | None = None):
@@ -92,8 +73,6 @@ def refuses(call: Any, changes: dict[str, Any], error: type[Exception], message:
         call(**changes)
 
 
-ELSEWHERE = "is on meta, .* on cpu"
-
 # Errors that every loss raises: (changes to a valid call, exception, pattern of the message).
 EVERYWHERE = {
     "hidden-size": ({"weight": f64(V, H + 1)}, ValueError, rf"agree on the hidden size.*, {H}\).*\({V}, {H + 1}\)"),
@@ -118,7 +97,6 @@ def test_tensors(call, case):
     refuses(call, *EVERYWHERE[case])
 
 
-NOT_BYTES = "logits_budget must be a number of bytes, or one with a unit"
 OPTIONS = {
     "softcap-0": ({"softcap": 0.0}, ValueError, "softcap must be a positive number or None, got 0.0"),
     "temperature-0": ({"temperature": 0.0}, ValueError, "temperature must be positive, got 0.0"),
@@ -132,31 +110,47 @@ OPTIONS = {
 
 
 @pytest.mark.few(5)
-@pytest.mark.parametrize("build", [LogitOptions, DPO, stats], ids=lambda build: build.__name__)
+@pytest.mark.parametrize("build", [lc.LogitOptions, DPO, stats], ids=lambda build: build.__name__)
 @pytest.mark.parametrize("case", OPTIONS)
 def test_options(build, case):
     refuses(build, *OPTIONS[case])
 
 
-class ValuesOfTheBatch(LigerFusedLinearPreferenceBase):
+class ValuesOfTheBatch(lc.LigerFusedLinearPreferenceBase):
     def preference_loss(self, pairs):
         return pairs.logps[:, 0] * torch.arange(3)
 
 
-class WrongShape(LigerFusedLinearPreferenceBase):
+class WrongShape(lc.LigerFusedLinearPreferenceBase):
     def preference_loss(self, pairs):
         return pairs.logps  # (n, 2)
 
 
-def first_logp(pairs):
-    return -pairs.logps[:, 0]
+class WrongShapeUnpaired(lc.LigerFusedLinearUnpairedPreferenceBase):
+    def preference_loss(self, examples):
+        return examples.logps.sum()
+
+
+class OneNumber(lc.LigerFusedLinearPolicyBase):
+    def policy_loss(self, rollouts):
+        return rollouts.logps.mean()
+
+
+def of_sampler(**changes):
+    given = {"old_logps": f64(B, T), "sampling_logps": f64(B, T), "mask": ids(B, T)}
+    return lc.rollout_importance_weights(**given | changes)
 
 
 REFERENCE = {"ref_input": f64(B, T, 8), "ref_weight": f64(V, 8)}
 WITHOUT = {"use_ref_model": False}
 NO_REFERENCE = "takes no reference, got ref_"
-SMOOTHED = {"label_smoothing": 0.1}
 SEVERAL = ["sigmoid", "sft"]
+MISMATCHED = {"kl": None, "kl_input": f64(B, T, H), "kl_target": ids(B, T), "ref_kl_logps": f64(B)}
+APO = {"_settings": {"loss_type": "apo_zero_unpaired"}}
+PER_TOKEN = rf"\({B}, {T}\), one value a token"
+PER_SEQUENCE = rf"{PER_TOKEN}, or \({B},\) or \({B}, 1\), one a sequence"
+ADDITIVE = torch.zeros(B, T).index_fill(1, torch.tensor([T - 1]), -1e9)
+NO_LENGTH = "needs a positive max_completion_length, got"
 
 # (call, its arguments, pattern of the message of the ValueError)
 CASES = {
@@ -166,7 +160,6 @@ CASES = {
     "ce-num_items-with-sum": (cross_entropy, {"_settings": {"reduction": "sum"}, "num_items": 3},
         "num_items divides a mean"),
     "ce-token_weights-shape": (cross_entropy, {"token_weights": f64(B)}, rf"token_weights must be .* got \({B},\)"),
-    # Statistics
     # Pairs
     "pairs-2d": (dpo, {"input": f64(B, H), "target": ids(B)}, rf"input must be \(2 n, T, H\).*got \({B}, {H}\)"),
     "wrong-shape-from-a-subclass": (on_pairs(WrongShape()), {}, r"preference_loss must return .*, got \(3, 2\)"),
@@ -199,10 +192,42 @@ CASES = {
     # ORPO, CPO, SimPO
     "orpo-nll_target-disagrees": (on_pairs(ORPO()), {"nll_target": ids(B, T, fill=V - 1)},
         "nll_target and target must agree on every token"),
+    # Unpaired preferences: labels, weights, the reference point, mismatched completions
+    "labels-signed": (kto, {"preference_labels": 1 - 2 * (torch.arange(B) % 2)},  # some are 1
+        "For labels of -1 and 1 pass preference_labels > 0"),
+    "bco-weights-length": (bco, {"example_weights": f64(B + 1)}, rf"example_weights must .*got \({B + 1},\)"),
+    "unpaired-wrong-shape-from-a-subclass": (lambda: WrongShapeUnpaired()(**examples(SMALL, seed=0, ref=None)), {},
+        r"one value for each of 6 sequences, got \(\)"),
+    "kl-missing": (kto, {"kl": None}, "needs a reference point: pass kl, or kl_input .* got neither"),
+    "kl-not-a-scalar": (kto, {"kl": f64(B)}, rf"kl must be a scalar, got a tensor of shape \({B},\)"),
+    "kl-twice": (kto, MISMATCHED | {"kl": 0.0}, "twice: as kl and as kl_input, kl_target, ref_kl_logps"),
+    "kl-of-apo": (kto, APO, "KTOLoss takes no kl: the reference point that it asks for is none"),
+    "mismatched-reference-twice": (kto_of_mismatched, {"ref_kl_logps": f64(B)},
+        "given twice: as ref_kl_logps and as ref_kl_input"),
+    # Policies
+    "surrogate": (GRPO, {"surrogate": "ppo"}, "unknown surrogate 'ppo', expected .*cispo.*clip.*, or a Surrogate"),
+    "reduction": (GRPO, {"reduction": "mean"}, "unknown reduction 'mean', .*bnpo.*dapo.*dr_grpo.*grpo.*luspo"),
+    "delta-of-cispo": (GRPO, {"surrogate": "cispo", "delta": 2.0},
+        r"delta=2.0 is not read by surrogate 'cispo', only by \['clip', 'fipo'\]"),
+    "level-of-gmpo": (GRPO, {"surrogate": "gmpo", "importance_level": "sequence"}, "must be 'token', got 'sequence'"),
+    "group-of-one": (GRPO, {"surrogate": "real", "group_size": 1}, "group_size must be 2 or more, got 1"),
+    "kl-estimator": (GRPO, {"beta": 0.1, "kl_estimator": "full"}, "unknown kl_estimator 'full', .*k1.*k2.*k3"),
+    "weights-bounds": (of_sampler, {"clip_min": 4.0}, "clip_min=4.0 must be below clip_max=3.0"),
+    "entropy-coef-bounds": (lc.adaptive_entropy_coef, {"coef": 0.0, "entropy": 0.1, "entropy_coef_min": 2.0},
+        "must not be above entropy_coef_max=1.0"),
+    "length-0": (GRPO.from_loss_type, {"loss_type": "dr_grpo", "max_completion_length": 0},
+        f"reduction 'dr_grpo' {NO_LENGTH} 0"),
+    "num_items-not-read": (grpo, {"num_items": 5}, r"not read by reduction 'grpo', only by \['dapo', 'token-mean'\]"),
+    "advantages-shape": (grpo, {"advantages": f64(B - 1)}, rf"advantages must be {PER_SEQUENCE}, got \({B - 1},\)"),
+    "attention_mask-additive": (grpo, {"attention_mask": ADDITIVE}, r"must be 0 or 1 at every token, got -1e\+09 to 0"),
+    "importance_weights-shape": (grpo, {"importance_weights": f64(T)}, rf"must be {PER_SEQUENCE}, got \({T},\)"),
+    "policy-wrong-shape-from-a-subclass": (lambda: OneNumber()(**rollouts(SMALL, seed=0)), {},
+        rf"policy_loss must return {PER_TOKEN}, .* got \(\)"),
 }  # fmt: skip
 
 
-@pytest.mark.few(12, "tau-of-several", "weighting-of-a-sort")
+@pytest.mark.few(30, "advantages-shape", "entropy-coef-bounds", "importance_weights-shape", "labels-signed", "length-0",
+                 "tau-of-several", "weighting-of-a-sort")  # fmt: skip
 @pytest.mark.parametrize("case", CASES)
 def test_losses(case):
     call, changes, message = CASES[case]
@@ -213,102 +238,12 @@ def test_losses(case):
     ("call", "changes", "message"),
     [
         (dpo, {"ref_input": f64(B, T, 8), "ref_weight": torch.zeros(V, 8)}, "ref_bias must share a dtype outside auto"),
+        (kto, {"preference_labels": f64(B)}, "preference_labels .* of bool, .* got float64"),
         (GRPO, {"surrogate": Clip}, r"surrogate must be an object, Clip\(\.\.\.\), got the class Clip"),
         (GRPO, {"loss_type": "dapo"}, r"takes TRL's loss_type as LigerFusedLinearGRPOLoss.from_loss_type"),
-        (LigerFusedLinearPolicyBase, {}, "abstract"),
-        (LigerFusedLinearDistillationBase, {}, "abstract"),
+        (lc.LigerFusedLinearPolicyBase, {}, "abstract"),
+        (lc.LigerFusedLinearDistillationBase, {}, "abstract"),
     ],
 )
 def test_types(call, changes, message):
     refuses(call, changes, TypeError, message)
-
-
-class WrongShapeUnpaired(LigerFusedLinearUnpairedPreferenceBase):
-    def preference_loss(self, examples):
-        return examples.logps.sum()
-
-
-MISMATCHED = {"kl": None, "kl_input": f64(B, T, H), "kl_target": ids(B, T), "ref_kl_logps": f64(B)}
-APO = {"_settings": {"loss_type": "apo_zero_unpaired"}}
-NO_REF_LOGPS = {"ref_kl_logps": None}
-
-# (call, changes, exception, pattern of the message)
-UNPAIRED = {
-    # Sequences, labels, weights
-    "labels-signed": (kto, {"preference_labels": 1 - 2 * (torch.arange(B) % 2)}, ValueError,  # some are 1
-        "For labels of -1 and 1 pass preference_labels > 0"),
-    "labels-float": (kto, {"preference_labels": f64(B)}, TypeError, "preference_labels .* of bool, .* got float64"),
-    "weights-length": (bco, {"example_weights": f64(B + 1)}, ValueError, rf"example_weights must .*got \({B + 1},\)"),
-    "wrong-shape-from-a-subclass": (lambda: WrongShapeUnpaired()(**examples(SMALL, seed=0, ref=None)), {}, ValueError,
-        r"one value for each of 6 sequences, got \(\)"),
-    # The reference, and the reference point
-    "kl-missing": (kto, {"kl": None}, ValueError, "needs a reference point: pass kl, or kl_input .* got neither"),
-    "kl-not-a-scalar": (kto, {"kl": f64(B)}, ValueError, rf"kl must be a scalar, got a tensor of shape \({B},\)"),
-    "kl-twice": (kto, MISMATCHED | {"kl": 0.0}, ValueError, "twice: as kl and as kl_input, kl_target, ref_kl_logps"),
-    "kl-of-apo": (kto, APO, ValueError, "KTOLoss takes no kl: the reference point that it asks for is none"),
-    # Mismatched completions
-    "mismatched-reference-twice": (kto_of_mismatched, {"ref_kl_logps": f64(B)}, ValueError,
-        "given twice: as ref_kl_logps and as ref_kl_input"),
-}  # fmt: skip
-
-
-@pytest.mark.few(13, "labels-signed")
-@pytest.mark.parametrize("case", UNPAIRED)
-def test_unpaired(case):
-    refuses(*UNPAIRED[case])
-
-
-class OfTokens(Surrogate):
-    needs_tokens, reads_ratio = True, False
-
-    def cost(self, rollouts):
-        return -rollouts.logps * rollouts.advantages
-
-
-class WithoutRatio(OfTokens):
-    needs_tokens = False
-
-
-class OneNumber(LigerFusedLinearPolicyBase):
-    def policy_loss(self, rollouts):
-        return rollouts.logps.mean()
-
-
-def of_sampler(**changes):
-    given = {"old_logps": f64(B, T), "sampling_logps": f64(B, T), "mask": ids(B, T)}
-    return rollout_importance_weights(**given | changes)
-
-
-PER_TOKEN = rf"\({B}, {T}\), one value a token"
-PER_SEQUENCE = rf"{PER_TOKEN}, or \({B},\) or \({B}, 1\), one a sequence"
-ADDITIVE = torch.zeros(B, T).index_fill(1, torch.tensor([T - 1]), -1e9)
-NO_LENGTH = "needs a positive max_completion_length, got"
-
-# (call, changes, pattern of the message of the ValueError)
-POLICY = {
-    "surrogate": (GRPO, {"surrogate": "ppo"}, "unknown surrogate 'ppo', expected .*cispo.*clip.*, or a Surrogate"),
-    "reduction": (GRPO, {"reduction": "mean"}, "unknown reduction 'mean', .*bnpo.*dapo.*dr_grpo.*grpo.*luspo"),
-    "delta-of-cispo": (GRPO, {"surrogate": "cispo", "delta": 2.0},
-        r"delta=2.0 is not read by surrogate 'cispo', only by \['clip', 'fipo'\]"),
-    "level-of-gmpo": (GRPO, {"surrogate": "gmpo", "importance_level": "sequence"}, "must be 'token', got 'sequence'"),
-    "group-of-one": (GRPO, {"surrogate": "real", "group_size": 1}, "group_size must be 2 or more, got 1"),
-    "kl-estimator": (GRPO, {"beta": 0.1, "kl_estimator": "full"}, "unknown kl_estimator 'full', .*k1.*k2.*k3"),
-    "weights-bounds": (of_sampler, {"clip_min": 4.0}, "clip_min=4.0 must be below clip_max=3.0"),
-    "entropy-coef-bounds": (adaptive_entropy_coef, {"coef": 0.0, "entropy": 0.1, "entropy_coef_min": 2.0},
-        "must not be above entropy_coef_max=1.0"),
-    "length-0": (GRPO.from_loss_type, {"loss_type": "dr_grpo", "max_completion_length": 0},
-        f"reduction 'dr_grpo' {NO_LENGTH} 0"),
-    "num_items-not-read": (grpo, {"num_items": 5}, r"not read by reduction 'grpo', only by \['dapo', 'token-mean'\]"),
-    "advantages-shape": (grpo, {"advantages": f64(B - 1)}, rf"advantages must be {PER_SEQUENCE}, got \({B - 1},\)"),
-    "attention_mask-additive": (grpo, {"attention_mask": ADDITIVE}, r"must be 0 or 1 at every token, got -1e\+09 to 0"),
-    "importance_weights-shape": (grpo, {"importance_weights": f64(T)}, rf"must be {PER_SEQUENCE}, got \({T},\)"),
-    "wrong-shape-from-a-subclass": (lambda: OneNumber()(**rollouts(SMALL, seed=0)), {},
-        rf"policy_loss must return {PER_TOKEN}, .* got \(\)"),
-}  # fmt: skip
-
-
-@pytest.mark.few(11, "advantages-shape", "entropy-coef-bounds", "importance_weights-shape", "length-0")
-@pytest.mark.parametrize("case", POLICY)
-def test_policy(case):
-    call, changes, message = POLICY[case]
-    refuses(call, changes, ValueError, message)
