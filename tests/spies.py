@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -78,6 +78,18 @@ def memory_beside(*given: Tensor) -> Iterator[Memory]:
             patch.setattr(module, "UPCAST_BLOCK", 1 << 12)
         memory.expect(*given)
         yield memory
+
+
+def noted(patch: pytest.MonkeyPatch, owner: Any, name: str, note: Callable[..., Any]) -> list[Any]:
+    """Replace `owner.name` by a function that appends `note` of its arguments to the returned list before it runs."""
+    function, notes = getattr(owner, name), []
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        notes.append(note(*args))
+        return function(*args, **kwargs)
+
+    patch.setattr(owner, name, noting)
+    return notes
 
 
 class Products(TorchDispatchMode):

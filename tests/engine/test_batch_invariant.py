@@ -9,6 +9,7 @@ import eager
 import pytest
 import torch
 from sampling import exhaustive
+from spies import noted
 from table import assert_same, relative_error
 from test_token_stats import doubles, evaluate, ours
 from torch import Tensor
@@ -142,15 +143,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def passes(by_epilogue: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Record the tiles of each pass on rows that are treated alike."""
-    tiles: list[int] = []
-    reduce = InvariantSource._reduce
-
-    def watch(self: InvariantSource, tokens: Any) -> Any:
-        tiles.append(len(tokens.tiles))
-        return reduce(self, tokens)
-
-    monkeypatch.setattr(InvariantSource, "_reduce", watch)
-    return tiles
+    return noted(monkeypatch, InvariantSource, "_reduce", lambda source, tokens: len(tokens.tiles))
 
 
 def coarse(dtype: torch.dtype, device: str) -> dict[str, Any]:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from spies import Memory, flop_counter
+from spies import Memory, flop_counter, memory_beside
 from table import ROWS, Batch, Row, Sizes, live_fraction, moved, n_valid
 
 from liger_chunked import linear_token_stats
-from liger_chunked.engine import sink
-from liger_chunked.kernels import add_rows, backend
 
 by_row = pytest.mark.parametrize("row", ROWS, ids=repr)
 by_row_of_products = pytest.mark.parametrize("row", [row for row in ROWS if row.products], ids=repr)
@@ -111,19 +109,13 @@ MEMORY_SIZES = Sizes(sequences=8, length=32, hidden=32, vocab=1009, ref_hidden=3
         pytest.param(torch.float32, 20, id="fp32-tiles"),
     ],
 )
-def test_memory(row, dtype, tokens_in_budget, monkeypatch):
-    # The CPU path works in blocks of a constant size: keep them smaller than these shapes.
-    monkeypatch.setitem(backend.TORCH_BLOCK, "cpu", 1 << 12)
-    monkeypatch.setattr(sink, "UPCAST_BLOCK", 1 << 12)
-    monkeypatch.setattr(add_rows, "UPCAST_BLOCK", 1 << 12)
+def test_memory(row, dtype, tokens_in_budget):
     batch = moved(row.sample(MEMORY_SIZES, seed=0), dtype)
     leaves = {name: batch[name].clone().requires_grad_() for name in ("weight", "input", "bias") if name in batch}
     n, v, h = n_valid(batch), MEMORY_SIZES.vocab, MEMORY_SIZES.hidden
     budget = tokens_in_budget * v * dtype.itemsize
 
-    memory = Memory()
-    memory.expect(*batch.values(), *leaves.values())
-    with memory:
+    with memory_beside(*batch.values(), *leaves.values()) as memory:
         row.ours({**batch, **leaves}, logits_budget=budget).backward()
 
     one_write = tokens_in_budget >= n or (not row.fused and 1024 * n <= tokens_in_budget * v)

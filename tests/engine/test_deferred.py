@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from spies import Flops, Memory
+from spies import Flops, memory_beside
 from table import relative_error
 from torch import Tensor, nn
 from torch.nn.utils import prune
@@ -20,7 +20,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from liger_chunked import defer_logits, liger_cross_entropy
 from liger_chunked.deferred import Deferral, DeferredLogits, logits, set_deferral
-from liger_chunked.kernels import backend
 from liger_chunked.what_ran import record_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated.*:DeprecationWarning")
@@ -191,15 +190,12 @@ def test_who_asked_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     assert "relu at " in caplog.text
 
 
-def test_work_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(backend.TORCH_BLOCK, "cpu", 1 << 12)
+def test_work_and_memory() -> None:
     n, h, v = 256, 32, 1009
     head, x = nn.Linear(h, v, dtype=torch.bfloat16), torch.randn(4, n // 4, h).bfloat16().requires_grad_()
     target = torch.randint(v, (4, n // 4))
     defer_logits(head, logits_budget=2 * v * 20)
-    memory = Memory()
-    memory.expect(x, target, *head.parameters())
-    with memory:
+    with memory_beside(x, target, *head.parameters()) as memory:
         F.cross_entropy(head(x).view(-1, v), target.view(-1)).backward()
     assert memory.largest <= 4 * v * h  # the float32 accumulator of the weight's gradient
     set_deferral(head, None)

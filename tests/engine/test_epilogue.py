@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import eager
 import pytest
 import torch
-from spies import Memory
+from spies import Memory, noted
 from table import Batch, evaluate, moved, relative_error
 from torch import Tensor
 
@@ -48,15 +48,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def passes(by_epilogue: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Record the rows of each chunk that uses the fused epilogue."""
-    rows = []
-    statistics = EpilogueSource.statistics
-
-    def watch(self, tokens):
-        rows.append(tokens.x.shape[0])
-        return statistics(self, tokens)
-
-    monkeypatch.setattr(EpilogueSource, "statistics", watch)
-    return rows
+    return noted(monkeypatch, EpilogueSource, "statistics", lambda source, tokens: tokens.x.shape[0])
 
 
 def tokens(seed: int = 0, n: int = 36, vocab: int = VOCAB) -> Batch:
@@ -435,14 +427,7 @@ def test_no_exponentials_without_a_backward(device, passes, monkeypatch):
     batch = moved(lost(tokens(11, n=20)), torch.bfloat16, device)  # two chunks
     loss = LigerFusedLinearCrossEntropyLoss(logits_budget=BUDGET, lse_square_scale=1e-2)
     trained = evaluate(lambda batch: loss(**batch), batch)["loss"]
-    written = []
-    project_exp = epilogue.project_exp
-
-    def watch(*args):
-        written.append(args[4])
-        return project_exp(*args)
-
-    monkeypatch.setattr(epilogue, "project_exp", watch)
+    written = noted(monkeypatch, epilogue, "project_exp", lambda *args: args[4])
     frozen = loss(**batch)
     batch["weight"].requires_grad_()
     with torch.no_grad():

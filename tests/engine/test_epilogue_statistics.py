@@ -6,6 +6,7 @@ import eager
 import pytest
 import torch
 from sampling import exhaustive
+from spies import noted
 from table import Batch, moved
 from test_epilogue import BATCHES, HIDDEN, VOCAB, assert_error_is_that_of_eager_code, tokens
 from torch import Tensor
@@ -23,7 +24,6 @@ from liger_chunked.types import HeadTensors, LossHead
 ALL = ("logps", "lse", "entropy", "mean_logits")
 # 36 tokens in tiles: five slices of the vocabulary, or blocks of 13 tokens and two slices
 BUDGETS = {"slices": 2 * 36 * 128, "blocks": 2 * 13 * 512}
-TRANSFORM = {"temperature": 1.7, "logit_scale": -0.6}
 
 
 @pytest.fixture(autouse=True)
@@ -35,15 +35,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def passes(by_epilogue: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Record the tiles of each pass that uses the fused epilogue."""
-    tiles = []
-    statistics = EpilogueStatistics.statistics
-
-    def watch(self, tokens):
-        tiles.append(len(tokens.tiles))
-        return statistics(self, tokens)
-
-    monkeypatch.setattr(EpilogueStatistics, "statistics", watch)
-    return tiles
+    return noted(monkeypatch, EpilogueStatistics, "statistics", lambda source, tokens: len(tokens.tiles))
 
 
 def weighted(stats: dict[str, Tensor], wanted: tuple[str, ...], target: Tensor) -> Tensor:

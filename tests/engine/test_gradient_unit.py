@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import eager
 import pytest
 import torch
 import torch.nn.functional as F
+from spies import noted
 from table import relative_error
 from torch import Tensor
 
@@ -229,14 +230,7 @@ def test_upstream_gradients_that_grow_within_a_chunk(name, device, monkeypatch):
     """The teacher's tiles of a chunk share a unit, although only the last tile has the largest gradients."""
     monkeypatch.setattr(cutting, "TEACHER_VOCAB", 1)
     monkeypatch.setattr(cutting, "FEWEST_TEACHER_TOKENS", 1)
-    tiles: list[int] = []
-    run = Step.run
-
-    def watch(self: Step, *args: Any) -> Any:
-        tiles.extend(map(len, self.plan.tiles))
-        return run(self, *args)
-
-    monkeypatch.setattr(Step, "run", watch)
+    tiles = noted(monkeypatch, Step, "run", lambda step, *_: min(map(len, step.plan.tiles)))
     vocab, n = 499, 96
     upstream = torch.where(torch.arange(n) < 80, 0.25, 1.0).to(device)
     given, exact = (Given.draw(dtype, device, vocab, n) for dtype in (torch.float16, torch.float64))

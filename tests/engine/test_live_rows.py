@@ -10,7 +10,7 @@ from typing import Any
 import eager
 import pytest
 import torch
-from spies import Memory, flop_counter
+from spies import Memory, flop_counter, memory_beside, noted
 from table import Batch, Sizes, assert_same, evaluate, moved, products_for_kept_ids, relative_error, rollouts
 from torch import Tensor
 
@@ -27,7 +27,7 @@ from liger_chunked import (
 from liger_chunked.engine import choose, distillation, epilogue, live_rows
 from liger_chunked.engine.cutting import Tile
 from liger_chunked.engine.live_rows import LiveCount
-from liger_chunked.kernels import LogitsCotangents, backend, logits_grad_
+from liger_chunked.kernels import LogitsCotangents, logits_grad_
 
 SIZES = Sizes(sequences=4, length=40, hidden=16, vocab=97, ignored=False)
 TOKENS = SIZES.sequences * SIZES.length
@@ -209,14 +209,6 @@ def test_results_of_other_losses(name, budget):
 # Results
 
 
-BUDGETS = {
-    "one-chunk": lambda n, v: None,
-    "5-tokens": lambda n, v: 5 * v,
-    "1-token": lambda n, v: v,
-    "third-of-a-token": lambda n, v: v // 3,
-}
-
-
 def test_nan_is_a_gradient():
     batch = with_advantages(0.2)
     batch["advantages"][1, 3] = float("nan")
@@ -227,16 +219,14 @@ def test_nan_is_a_gradient():
 # Memory and places
 
 
-def test_a_gather_takes_little_memory(monkeypatch):
+def test_a_gather_takes_little_memory():
     """Nothing as large as the logits that are gathered."""
-    monkeypatch.setitem(backend.TORCH_BLOCK, "cpu", 1 << 12)  # as in test_cost.py
     sizes = Sizes(sequences=8, length=32, hidden=8, vocab=1009, ignored=False)
     batch = rollouts(sizes, 0, old=False)
     batch["advantages"] = (torch.arange(256).view(8, 32) >= 128).double()  # the last half fills the first
     leaves = {name: batch[name].clone().requires_grad_() for name in ("weight", "input")}
-    memory, n = Memory(), 256
-    memory.expect(*batch.values(), *leaves.values())
-    with memory:
+    n = 256
+    with memory_beside(*batch.values(), *leaves.values()) as memory:
         grpo({**batch, **leaves}).backward()
     rows, of_dw = 6 * n * sizes.hidden * 8, sizes.vocab * sizes.hidden * 8
     assert memory.peak <= n * 1009 * 8 + of_dw + rows + 60 * n * 8 + 12 * (8 << 12)
@@ -344,14 +334,7 @@ def lengths(by_epilogue: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.triton
 def test_the_fused_epilogue_of_a_loss(device, lengths, monkeypatch):
-    passes: list[int] = []
-    backward = epilogue.EpilogueSource.backward
-
-    def watch(self: epilogue.EpilogueSource, *args: Any) -> None:
-        passes.append(1)
-        backward(self, *args)
-
-    monkeypatch.setattr(epilogue.EpilogueSource, "backward", watch)
+    passes = noted(monkeypatch, epilogue.EpilogueSource, "backward", lambda *_: None)
     live = (torch.arange(36).view(3, 12) % 3 == 1).double().to(device)
     live[0] = 0  # no row of a chunk
     loss = LigerFusedLinearGRPOLoss(logits_budget=12 * 603 * 2)

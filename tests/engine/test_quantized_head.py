@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 import peft
-from spies import Memory
+from spies import memory_beside
 from table import Batch, assert_rounds_as_eager_code, assert_same, relative_error
 from test_lora_head import (
     PEFT_WARNINGS,
@@ -36,7 +36,6 @@ from torch import Tensor, nn
 
 from liger_chunked import KeptIds, apply_liger_kernel, attach_head, linear_token_stats
 from liger_chunked.deferred.request import requested
-from liger_chunked.kernels import backend
 from liger_chunked.types import Head
 
 pytestmark = [PEFT_WARNINGS, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -308,15 +307,13 @@ def test_error_is_that_of_the_modules_own_product(format, dtype):
 @pytest.mark.ordinary_memory
 @pytest.mark.parametrize("format", ["stand-in of torchao", "stand-in of bitsandbytes"], indirect=True)
 @pytest.mark.parametrize("targets", [["q_proj"], ["q_proj", "lm_head"]], ids=["backbone", "head"])
-def test_memory(format, targets, monkeypatch):
+def test_memory(format, targets):
     """One dequantized copy, which a loss frees in its forward."""
-    monkeypatch.setitem(backend.TORCH_BLOCK, "cpu", 1 << 12)
     model, _ = models(format, targets, torch.float32, vocab_size=5003)
     attach_head(model)
     batch = labelled()
     model(**batch, head_fn=logps_of)  # checks the head
-    with Memory() as memory:
-        memory.expect(*model.parameters(), *model.buffers(), *batch.values())
+    with memory_beside(*model.parameters(), *model.buffers(), *batch.values()) as memory:
         loss = fused_sft(model, batch, budget=3 * 4 * 5003)
         copy = 5003 * 64 * 4
         assert memory.largest == copy

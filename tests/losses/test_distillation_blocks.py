@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from spies import noted
 from table import SMALL, evaluate, relative_error, students
 from test_distillation import LOSSES, SOFT, SymmetricKL
 
@@ -17,19 +18,8 @@ def test_blocks_of_a_chunk(monkeypatch, cut_with):
     losses = {**LOSSES, "one's own": SymmetricKL(**SOFT)}
     whole = {name: evaluate(lambda b, loss=loss: loss(**b)[0], batch) for name, loss in losses.items()}
     cut_with(FEWEST_TEACHER_TOKENS=4, TEACHER_TOKENS=4, TEACHER_VOCAB=4)
-    projected, added = [], []
-    project, add = LogitsSource.project, Sink.add
-
-    def watch_project(self, x, *others):
-        projected.append(x.shape[0])
-        return project(self, x, *others)
-
-    def watch_add(self, tile, dz):
-        added.append(dz.shape[0])
-        add(self, tile, dz)
-
-    monkeypatch.setattr(LogitsSource, "project", watch_project)
-    monkeypatch.setattr(Sink, "add", watch_add)
+    projected = noted(monkeypatch, LogitsSource, "project", lambda source, x, *_: x.shape[0])
+    added = noted(monkeypatch, Sink, "add", lambda sink, tile, dz: dz.shape[0])
     for name, loss in losses.items():
         projected.clear()
         added.clear()
