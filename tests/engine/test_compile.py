@@ -17,17 +17,8 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from liger_chunked import (
-    KeptIds,
-    LigerFusedLinearCrossEntropyLoss,
-    LigerFusedLinearDPOLoss,
-    LigerFusedLinearKLDivLoss,
-    LigerFusedLinearOnPolicyDistillationLoss,
-    LigerFusedLinearPreferenceBase,
-    Pairs,
-    linear_token_stats,
-    whole_graph,
-)
+import liger_chunked as lc
+from liger_chunked import whole_graph
 from liger_chunked.calls import entry_point
 from liger_chunked.losses.base import FusedLoss, SequenceLoss, StatsLoss
 
@@ -99,7 +90,7 @@ def test_as_eager(row, device, monkeypatch):
     ]
     for loss in bases:
         monkeypatch.setattr(loss, "forward", checked(loss.forward, seen))
-    monkeypatch.setattr(table, "linear_token_stats", checked(linear_token_stats, seen))
+    monkeypatch.setattr(table, "linear_token_stats", checked(lc.linear_token_stats, seen))
     ours = evaluate(row.ours, batch, upstream=0.7)
     assert seen
     for name, value in exact.items():
@@ -128,7 +119,7 @@ class Entropy(nn.Module):
     """A user-defined loss that calls `linear_token_stats`."""
 
     def forward(self, weight: Tensor, input: Tensor, target: Tensor) -> Tensor:
-        stats = linear_token_stats(weight, input, target, outputs=("entropy", "logps", "argmax"), temperature=0.7)
+        stats = lc.linear_token_stats(weight, input, target, outputs=("entropy", "logps", "argmax"), temperature=0.7)
         return stats.logps.square() - stats.entropy * (stats.argmax != target)
 
 
@@ -138,9 +129,9 @@ def gradients(model: nn.Module, call: Callable[[Tensor], Tensor], batch: Tensor)
 
 
 LOSSES = {
-    "ce": LigerFusedLinearCrossEntropyLoss,
-    "ce-none-smoothing": partial(LigerFusedLinearCrossEntropyLoss, reduction="none", label_smoothing=0.1),
-    "dpo": partial(LigerFusedLinearDPOLoss, use_ref_model=False),
+    "ce": lc.LigerFusedLinearCrossEntropyLoss,
+    "ce-none-smoothing": partial(lc.LigerFusedLinearCrossEntropyLoss, reduction="none", label_smoothing=0.1),
+    "dpo": partial(lc.LigerFusedLinearDPOLoss, use_ref_model=False),
     "stats": Entropy,
 }
 
@@ -165,7 +156,7 @@ def test_new_lengths_do_not_recompile(loss):
 def test_export_is_refused():
     class Exported(nn.Module):
         def forward(self, weight: Tensor, input: Tensor, target: Tensor) -> Tensor:
-            return LigerFusedLinearCrossEntropyLoss()(weight, input, target)
+            return lc.LigerFusedLinearCrossEntropyLoss()(weight, input, target)
 
     batch = tokens(SMALL, seed=0)
     given = (batch["weight"], batch["input"], batch["target"])
@@ -177,7 +168,7 @@ def test_a_graph_cannot_build_a_loss():
     batch = tokens(SMALL, seed=0)
 
     def call() -> Tensor:
-        return LigerFusedLinearCrossEntropyLoss()(**batch)
+        return lc.LigerFusedLinearCrossEntropyLoss()(**batch)
 
     with pytest.raises(torch._dynamo.exc.Unsupported, match="build a loss once, before compiled code calls it"):
         torch.compile(call, backend="eager", fullgraph=True)()
@@ -186,8 +177,8 @@ def test_a_graph_cannot_build_a_loss():
 
 def test_no_graph_holds_kept_ids():
     batch = tokens(SMALL, seed=0)
-    kept = KeptIds.from_lists([[int(y)] if y >= 0 else [] for y in batch["target"].flatten()])
-    call = torch.compile(lambda: linear_token_stats(**batch, kept=kept), backend="eager", fullgraph=True)
+    kept = lc.KeptIds.from_lists([[int(y)] if y >= 0 else [] for y in batch["target"].flatten()])
+    call = torch.compile(lambda: lc.linear_token_stats(**batch, kept=kept), backend="eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="an argument that no graph holds"):
         call()
 
@@ -212,8 +203,8 @@ def equal(eager: Callable[[Batch], object], batch: Batch, backend: str = "aot_ea
 @pytest.mark.parametrize("name", ["ref_weight", "teacher_weight"])
 def test_a_trainable_head_of_another_model(name):
     loss, sample = {
-        "ref_weight": (LigerFusedLinearDPOLoss(), pairs),
-        "teacher_weight": (LigerFusedLinearKLDivLoss(), table.students),
+        "ref_weight": (lc.LigerFusedLinearDPOLoss(), pairs),
+        "teacher_weight": (lc.LigerFusedLinearKLDivLoss(), table.students),
     }[name]
     batch = sample(SMALL, seed=0)
     head = batch.pop(name).requires_grad_()
@@ -233,11 +224,11 @@ def test_a_changing_setting_compiles_anew():
     compiled = whole(smoothed)
     settings = ((0.1, -100, 37), (0.2, -100, 37), (0.3, -1, 37), (0.4, -2, 41), (0.1, -3, 43), (0.1, -3, 47))
     for smoothing, ignore_index, num_items in settings:
-        loss = LigerFusedLinearCrossEntropyLoss(label_smoothing=smoothing, ignore_index=ignore_index)
+        loss = lc.LigerFusedLinearCrossEntropyLoss(label_smoothing=smoothing, ignore_index=ignore_index)
         assert torch.equal(compiled(batch, loss, num_items), smoothed(batch, loss, num_items))
 
 
-class Branching(LigerFusedLinearPreferenceBase):
+class Branching(lc.LigerFusedLinearPreferenceBase):
     """A loss that reads values, holds tensors that are no arguments, and counts its calls."""
 
     scope = "batch"
@@ -250,7 +241,7 @@ class Branching(LigerFusedLinearPreferenceBase):
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
         self.calls = 0
 
-    def preference_loss(self, pairs: Pairs) -> Tensor:
+    def preference_loss(self, pairs: lc.Pairs) -> Tensor:
         self.count += 1
         self.calls += 1
         margin = self.linear((pairs.logps[:, 0] - pairs.logps[:, 1])[:, None])[:, 0]
@@ -271,7 +262,7 @@ def test_a_gradient_that_a_graph_cannot_pass_on_is_refused(trainable):
     factor, batch = torch.tensor(2.0, dtype=torch.float64, requires_grad=True), pairs(SMALL, seed=0)
     for name in trainable:
         batch[name].requires_grad_()
-    loss = LigerFusedLinearDPOLoss(loss_type=lambda pairs: factor * (pairs.logps[:, 1] - pairs.logps[:, 0]))
+    loss = lc.LigerFusedLinearDPOLoss(loss_type=lambda pairs: factor * (pairs.logps[:, 1] - pairs.logps[:, 0]))
     compiled = whole(lambda batch: loss(**batch)[0])
     with pytest.raises(ValueError, match="depends on a tensor that requires a gradient"):
         compiled(batch)
@@ -294,7 +285,7 @@ def test_a_parameter_breaks_the_graph_of_its_loss_alone():
     assert torch.equal(torch.compile(LOSS_BUILT_BEFORE, backend="aot_eager")(**batch)[0], LOSS_BUILT_BEFORE(**batch)[0])
 
 
-LOSS_BUILT_BEFORE = LigerFusedLinearDPOLoss(beta=0.3)
+LOSS_BUILT_BEFORE = lc.LigerFusedLinearDPOLoss(beta=0.3)
 
 
 def test_a_loss_in_the_place_of_a_deleted_one():
@@ -303,12 +294,12 @@ def test_a_loss_in_the_place_of_a_deleted_one():
     for i in range(5):
         holder.clear()
         gc.collect()
-        holder["loss"] = LigerFusedLinearCrossEntropyLoss(label_smoothing=i / 10, reduction=("mean", "none")[i % 2])
+        holder["loss"] = lc.LigerFusedLinearCrossEntropyLoss(label_smoothing=i / 10, reduction=("mean", "none")[i % 2])
         assert torch.equal(compiled(batch), holder["loss"](**batch))
 
 
 def test_a_loss_that_no_longer_exists():
-    batch, losses = tokens(SMALL, seed=0), [LigerFusedLinearCrossEntropyLoss(reduction="none")]
+    batch, losses = tokens(SMALL, seed=0), [lc.LigerFusedLinearCrossEntropyLoss(reduction="none")]
     batch["weight"].requires_grad_()
     value = whole(lambda loss, batch: loss(**batch))(losses[0], batch).sum()
     losses.clear()
@@ -325,7 +316,7 @@ def test_a_loss_that_no_longer_exists():
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_a_copy_is_a_loss_of_its_own(copied):
     batch = tokens(SMALL, seed=0)
-    loss = LigerFusedLinearCrossEntropyLoss(ce_weight=torch.ones(SMALL.vocab))
+    loss = lc.LigerFusedLinearCrossEntropyLoss(ce_weight=torch.ones(SMALL.vocab))
     other = copied(loss)
     other.ce_weight = torch.linspace(0, 1, SMALL.vocab)
     assert torch.equal(whole(loss)(**batch), loss(**batch))
@@ -335,7 +326,7 @@ def test_a_copy_is_a_loss_of_its_own(copied):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_autocast(dtype):
-    batch, loss = moved(tokens(SMALL, seed=0), torch.float32), LigerFusedLinearCrossEntropyLoss()
+    batch, loss = moved(tokens(SMALL, seed=0), torch.float32), lc.LigerFusedLinearCrossEntropyLoss()
 
     def ours(call: Callable[..., Tensor], batch: Batch) -> Tensor:
         with torch.autocast("cpu", dtype):
@@ -352,7 +343,7 @@ def test_autocast(dtype):
 def test_backward_twice():
     batch = pairs(SMALL, seed=0)
     leaves = [batch[name].requires_grad_() for name in ("weight", "input", "bias")]
-    loss, _ = whole(LigerFusedLinearDPOLoss())(**batch)
+    loss, _ = whole(lc.LigerFusedLinearDPOLoss())(**batch)
     first = torch.autograd.grad(loss, leaves, retain_graph=True)
     second = torch.autograd.grad(loss, leaves, torch.full_like(loss, 2.0))
     for once, twice in zip(first, second, strict=True):
@@ -364,7 +355,7 @@ def test_backward_twice():
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_compiled_within_a_checkpoint(backend, reduction):
     """A checkpoint lets a backward read its saved tensors once."""
-    loss, batch = LigerFusedLinearCrossEntropyLoss(reduction=reduction), tokens(SMALL, seed=0)
+    loss, batch = lc.LigerFusedLinearCrossEntropyLoss(reduction=reduction), tokens(SMALL, seed=0)
     exact = evaluate(lambda batch: loss(**batch).sum(), batch)
     compiled = torch.compile(lambda batch: loss(**batch).sum(), backend=backend)
 
@@ -417,7 +408,7 @@ def test_calls_have_the_same_names_in_another_process(fresh_process: FreshProces
 )
 def test_names_of_calls_tell_settings_apart(settings):
     """Those of a policy loss inside a loss too: they say which metrics there are."""
-    losses = [LigerFusedLinearOnPolicyDistillationLoss(**x) for x in ({}, {}, settings)]
+    losses = [lc.LigerFusedLinearOnPolicyDistillationLoss(**x) for x in ({}, {}, settings)]
     described = [whole_graph._settings_of(loss) for loss in losses]
     assert described[0] == described[1] != described[2]
 
@@ -425,7 +416,7 @@ def test_names_of_calls_tell_settings_apart(settings):
 def test_calls_go_with_their_loss():
     before, batch = set(whole_graph._calls), tokens(SMALL, seed=0)
     for i in range(5):
-        whole(LigerFusedLinearCrossEntropyLoss(label_smoothing=i / 10))(**batch)
+        whole(lc.LigerFusedLinearCrossEntropyLoss(label_smoothing=i / 10))(**batch)
     torch.compiler.reset()
     gc.collect()
     assert set(whole_graph._calls) == before

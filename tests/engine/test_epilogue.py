@@ -13,15 +13,7 @@ from spies import Memory, noted
 from table import Batch, evaluate, moved, relative_error
 from torch import Tensor
 
-from liger_chunked import (
-    LigerFusedLinearCrossEntropyLoss,
-    LigerFusedLinearDPOLoss,
-    LigerFusedLinearGRPOLoss,
-    LigerFusedLinearKTOLoss,
-    LigerFusedLinearPreferenceBase,
-    LogitOptions,
-    estimate_memory,
-)
+import liger_chunked as lc
 from liger_chunked import memory as memory_of_losses
 from liger_chunked.engine import choose, cutting, epilogue, rows, sink
 from liger_chunked.engine.epilogue import EpilogueSource
@@ -117,7 +109,7 @@ def assert_error_is_that_of_eager_code(
 def cross_entropy(batch: Batch, settings: dict, ours: bool) -> Tensor:
     if not ours:
         return eager.cross_entropy(**batch, **settings)
-    return LigerFusedLinearCrossEntropyLoss(**settings, logits_budget=BUDGET)(**batch)
+    return lc.LigerFusedLinearCrossEntropyLoss(**settings, logits_budget=BUDGET)(**batch)
 
 
 def compare_cross_entropy(batch: Batch, device: str, settings: dict | None = None, **kwargs) -> None:
@@ -160,7 +152,7 @@ def test_strided_inputs(device, passes):
     batch = moved(tokens(3), torch.bfloat16, device)
     apart = {**batch, "input": torch.stack([batch["input"]] * 2, 1)[:, 1]}
     assert apart["input"].stride(0) == 2 * HIDDEN
-    loss = LigerFusedLinearCrossEntropyLoss(logits_budget=BUDGET)
+    loss = lc.LigerFusedLinearCrossEntropyLoss(logits_budget=BUDGET)
     together = evaluate(lambda batch: loss(**batch), batch)
     weight, input = batch["weight"].requires_grad_(), apart["input"].requires_grad_()
     value = loss(weight, input, batch["target"])
@@ -175,7 +167,7 @@ def sequences(seed: int, n: int = 4, length: int = 10) -> Batch:
     return {**batch, **{name: batch[name].unflatten(0, (n, length)) for name in ("input", "target")}}
 
 
-class Shifted(LigerFusedLinearPreferenceBase):
+class Shifted(lc.LigerFusedLinearPreferenceBase):
     """Uses a statistic that preference losses only report."""
 
     def preference_loss(self, pairs):
@@ -207,7 +199,7 @@ def test_a_gradient_must_be_declared(device, passes):
 def served(change: dict) -> bool:
     arguments = {
         "head": LossHead(torch.zeros(16, 8, dtype=torch.bfloat16)),
-        "options": LogitOptions(temperature=0.7),
+        "options": lc.LogitOptions(temperature=0.7),
         "class_weight": None,
         "outputs": OUTPUTS,
         "differentiates": ("logps", "lse"),
@@ -234,8 +226,8 @@ REFUSED = {
     "odd-width": {"head": LossHead(torch.zeros(16, 12, dtype=torch.bfloat16))},
     "transposed": {"head": LossHead(torch.zeros(8, 16, dtype=torch.bfloat16).t())},
     "unaligned": {"head": LossHead(torch.zeros(16 * 8 + 1, dtype=torch.bfloat16)[1:].view(16, 8))},
-    "softcap": {"options": LogitOptions(softcap=30.0)},
-    "constant-logits": {"options": LogitOptions(logit_scale=0.0)},
+    "softcap": {"options": lc.LogitOptions(softcap=30.0)},
+    "constant-logits": {"options": lc.LogitOptions(logit_scale=0.0)},
     "class-weight": {"class_weight": torch.ones(16)},
     "argmax": {"outputs": ("logps", "argmax")},
     "entropy-in-the-loss": {"differentiates": ("logps", "entropy")},
@@ -254,7 +246,7 @@ def test_serves_what_a_cast_aligns():
 @pytest.mark.parametrize("change", REFUSED.values(), ids=REFUSED)
 def test_serves_not(change):
     assert served({}) and served({"head": LossHead(torch.zeros(16, 3072, dtype=torch.bfloat16))})
-    assert served(REFUSED["wide"] | {"options": LogitOptions(logits_dtype=torch.float32)})
+    assert served(REFUSED["wide"] | {"options": lc.LogitOptions(logits_dtype=torch.float32)})
     assert not served(change)
 
 
@@ -264,13 +256,13 @@ AUTOMATIC = {
     "one too wide": ({"hidden_size": 2056}, 8192),
     "the smallest chunks": ({"hidden_size": 1536, "shape": (7168,)}, 3584),
     "a chunk that is smaller, the first in whole tiles": ({"hidden_size": 1536, "shape": (7296,)}, 3840),
-    "a chunk of one token": ({"loss": LigerFusedLinearKTOLoss(), "shape": (2, 4096), "valid": [4096, 1]}, 4097),
+    "a chunk of one token": ({"loss": lc.LigerFusedLinearKTOLoss(), "shape": (2, 4096), "valid": [4096, 1]}, 4097),
     "small work": ({"vocab_size": 32000}, 8192),
     "a device without the tiles": ({"wide_tiles": False}, 8192),
-    "logits with a cap": ({"loss": LigerFusedLinearCrossEntropyLoss(softcap=30.0)}, 8192),
+    "logits with a cap": ({"loss": lc.LigerFusedLinearCrossEntropyLoss(softcap=30.0)}, 8192),
     "a bias": ({"bias": True}, 8192),
-    "pairs": ({"loss": LigerFusedLinearDPOLoss()}, 4096),
-    "a pair that is not cut": ({"loss": LigerFusedLinearDPOLoss(), "shape": (2, 4096)}, 8192),
+    "pairs": ({"loss": lc.LigerFusedLinearDPOLoss()}, 4096),
+    "a pair that is not cut": ({"loss": lc.LigerFusedLinearDPOLoss(), "shape": (2, 4096)}, 8192),
 }
 
 
@@ -279,7 +271,7 @@ AUTOMATIC = {
 def test_the_automatic_budget(change, tokens, monkeypatch):
     """The fused epilogue takes two chunks, where the step could be one chunk of logits."""
     monkeypatch.setattr(epilogue, "SMALLEST", SMALLEST)
-    given = {"loss": LigerFusedLinearCrossEntropyLoss()} | QWEN | change
+    given = {"loss": lc.LigerFusedLinearCrossEntropyLoss()} | QWEN | change
     loss, shape, vocab_size = given["loss"], given["shape"], given["vocab_size"]
     monkeypatch.setattr(choose, "has_wide_tiles", lambda device: given.get("wide_tiles", True))
     target = torch.zeros(shape, dtype=torch.int64)
@@ -292,7 +284,7 @@ def test_the_automatic_budget(change, tokens, monkeypatch):
         torch.bfloat16,
         outputs=loss._outputs,
         differentiates=loss._differentiates,
-        options=LogitOptions(softcap=loss.options.softcap, logits_budget=given.get("logits_budget")),
+        options=lc.LogitOptions(softcap=loss.options.softcap, logits_budget=given.get("logits_budget")),
         whole_batch=loss._whole_batch,
     )
     assert plan.largest_tile == tokens * vocab_size
@@ -309,7 +301,7 @@ def test_a_head_that_the_epilogue_cannot_read_is_one_chunk(transposed, monkeypat
         torch.bfloat16,
         outputs=("logps",),
         differentiates=("logps",),
-        options=LogitOptions(),
+        options=lc.LogitOptions(),
         whole_batch=False,
     )
     assert len(plan.chunks) == (1 if transposed else 2)
@@ -380,8 +372,8 @@ TRAINABLE = {
     "frozen-input": {"trainable_input": False},
 }
 LOSSES = {
-    "cross-entropy": LigerFusedLinearCrossEntropyLoss,  # one partial sum
-    "grpo": LigerFusedLinearGRPOLoss,  # another for the entropy
+    "cross-entropy": lc.LigerFusedLinearCrossEntropyLoss,  # one partial sum
+    "grpo": lc.LigerFusedLinearGRPOLoss,  # another for the entropy
 }
 
 
@@ -401,7 +393,7 @@ def test_estimate(of, sizes, trainable, valid, nothing_launched, monkeypatch):
     n_valid = int(valid * target.shape[1])
     target[:, n_valid:] = -100
     loss = of(logits_budget=sizes.chunk * sizes.vocab * 2)
-    estimate = estimate_memory(
+    estimate = lc.estimate_memory(
         loss,
         vocab_size=sizes.vocab,
         hidden_size=sizes.hidden,
@@ -409,7 +401,7 @@ def test_estimate(of, sizes, trainable, valid, nothing_launched, monkeypatch):
         valid=target.shape[0] * n_valid,
         **trainable,
     )
-    given = {"advantages": torch.ones(4)} if of is LigerFusedLinearGRPOLoss else {}
+    given = {"advantages": torch.ones(4)} if of is lc.LigerFusedLinearGRPOLoss else {}
     memory = Memory()
     memory.expect(weight, input, target, *given.values())
     with memory:
@@ -425,7 +417,7 @@ def test_estimate(of, sizes, trainable, valid, nothing_launched, monkeypatch):
 def test_no_exponentials_without_a_backward(device, passes, monkeypatch):
     """An evaluation has the loss of a training step, bit for bit, and writes one or two vectors."""
     batch = moved(lost(tokens(11, n=20)), torch.bfloat16, device)  # two chunks
-    loss = LigerFusedLinearCrossEntropyLoss(logits_budget=BUDGET, lse_square_scale=1e-2)
+    loss = lc.LigerFusedLinearCrossEntropyLoss(logits_budget=BUDGET, lse_square_scale=1e-2)
     trained = evaluate(lambda batch: loss(**batch), batch)["loss"]
     written = noted(monkeypatch, epilogue, "project_exp", lambda *args: args[4])
     frozen = loss(**batch)

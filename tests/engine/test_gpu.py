@@ -10,12 +10,7 @@ import torch
 from table import relative_error
 from torch import Tensor
 
-from liger_chunked import (
-    LigerFusedLinearCrossEntropyLoss,
-    LigerFusedLinearDPOLoss,
-    LogitOptions,
-    linear_token_stats,
-)
+import liger_chunked as lc
 from liger_chunked.kernels import LogitsCotangents, finish, logits_grad_, logits_stats
 
 pytestmark = [
@@ -53,9 +48,9 @@ def gradients(loss: Callable[[Tensor, Tensor], Tensor], weight: Tensor, input: T
 def test_under_another_default_device():
     """The count of targets is read through host memory, for any default device."""
     weight, input, target = sample(70, 64, 1000)
-    loss = LigerFusedLinearCrossEntropyLoss()(weight, input, target)
+    loss = lc.LigerFusedLinearCrossEntropyLoss()(weight, input, target)
     with torch.device("cuda"):
-        assert torch.equal(LigerFusedLinearCrossEntropyLoss()(weight, input, target), loss)
+        assert torch.equal(lc.LigerFusedLinearCrossEntropyLoss()(weight, input, target), loss)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
@@ -68,10 +63,10 @@ def test_error_at_real_vocabularies(vocab, budget, dtype):
         return eager.cross_entropy(weight, input, target)
 
     def fused(weight, input):
-        return LigerFusedLinearCrossEntropyLoss(logits_budget=budget)(weight, input, target)
+        return lc.LigerFusedLinearCrossEntropyLoss(logits_budget=budget)(weight, input, target)
 
     def primitive(weight, input):
-        logps = linear_token_stats(weight, input, target, logits_budget=budget).logps
+        logps = lc.linear_token_stats(weight, input, target, logits_budget=budget).logps
         return -logps.sum() / (target != -100).sum()
 
     def in_chunks(weight, input):
@@ -105,10 +100,10 @@ def test_float32_kernels_round_as_eager_code_does(vocab):
         logps = logits.log_softmax(-1).gather(1, target[:, None])[:, 0]
         return logps.detach(), torch.autograd.grad(logps.sum(), logits)[0]
 
-    partial = logits_stats(logits, target, LogitOptions(), ("logps",))
+    partial = logits_stats(logits, target, lc.LogitOptions(), ("logps",))
     logps = finish(partial, target, vocab, ("logps",)).logps
     cotangents = LogitsCotangents(partial.max, partial.sum_exp, logps=torch.ones_like(logps))
-    gradient = logits_grad_(logits.clone(), target, cotangents, LogitOptions(), vocab)
+    gradient = logits_grad_(logits.clone(), target, cotangents, lc.LogitOptions(), vocab)
     eager, exact = by_autograd(logits), by_autograd(logits.double())
     for ours, naive, expected in zip((logps, gradient), eager, exact, strict=True):
         assert relative_error(ours, expected) <= 1.1 * relative_error(naive, expected)
@@ -120,7 +115,7 @@ def test_offsets_past_31_bits(budget):
     weight, input, target = sample(20000, 128, LLAMA)
     part = slice(20000 - 500, 20000)
     _, dw, dx = gradients(
-        lambda weight, input: LigerFusedLinearCrossEntropyLoss(reduction="sum", logits_budget=budget)(
+        lambda weight, input: lc.LigerFusedLinearCrossEntropyLoss(reduction="sum", logits_budget=budget)(
             weight, input, target
         ),
         weight,
@@ -132,7 +127,7 @@ def test_offsets_past_31_bits(budget):
     assert relative_error(dx[part], expected.double()) < torch.finfo(torch.bfloat16).eps
     assert dw.isfinite().all()
     with torch.no_grad():
-        stats = linear_token_stats(weight, input, target, logits_budget=budget)
+        stats = lc.linear_token_stats(weight, input, target, logits_budget=budget)
     # Sums of 500 log-probabilities from logits that other products rounded to bfloat16.
     assert -stats.logps[part].sum().item() == pytest.approx(last.item(), rel=1e-4)
 
@@ -152,8 +147,8 @@ def test_weights_past_31_bits(budget):
         g = log_p.exp().scatter_add_(1, target.clamp(min=0)[:, None], -torch.ones_like(log_p[:, :1]))
         g = g.mul_(valid[:, None]) / valid.sum()
     for loss in (
-        lambda w, x: LigerFusedLinearCrossEntropyLoss(logits_budget=budget)(w, x, target),
-        lambda w, x: -linear_token_stats(w, x, target, logits_budget=budget).logps.sum() / valid.sum(),
+        lambda w, x: lc.LigerFusedLinearCrossEntropyLoss(logits_budget=budget)(w, x, target),
+        lambda w, x: -lc.linear_token_stats(w, x, target, logits_budget=budget).logps.sum() / valid.sum(),
     ):
         value, dw, dx = gradients(loss, weight, input)
         assert value.item() == pytest.approx(naive.item(), rel=1e-3)  # logits rounded to bfloat16
@@ -165,7 +160,7 @@ def test_weights_past_31_bits(budget):
 
 def test_more_rows_than_a_launch_grid_is_wide():
     weight, input, target = sample(70000, 64, 1009)
-    ours = gradients(lambda w, x: LigerFusedLinearCrossEntropyLoss()(w, x, target), weight, input)
+    ours = gradients(lambda w, x: lc.LigerFusedLinearCrossEntropyLoss()(w, x, target), weight, input)
     naive = gradients(lambda w, x: eager.cross_entropy(w, x, target), weight, input)
     exact = gradients(lambda w, x: eager.cross_entropy(w, x, target), weight.double(), input.double())
     for x, y, z in zip(ours[1:], naive[1:], exact[1:], strict=True):
@@ -177,16 +172,16 @@ def test_bitwise_repeatable_at_size(budget):
     weight, input, target = sample(8192, 1024, QWEN)
 
     def loss(weight, input):
-        return LigerFusedLinearCrossEntropyLoss(logits_budget=budget)(weight, input, target)
+        return lc.LigerFusedLinearCrossEntropyLoss(logits_budget=budget)(weight, input, target)
 
     def dpo(weight, input):
         shape = (4, 2048)
-        return LigerFusedLinearDPOLoss(use_ref_model=False, logits_budget=budget)(
+        return lc.LigerFusedLinearDPOLoss(use_ref_model=False, logits_budget=budget)(
             weight, input.view(*shape, -1), target.view(shape)
         )[0]
 
     def statistics(weight, input):
-        stats = linear_token_stats(weight, input, target, outputs=("logps", "entropy"), logits_budget=budget)
+        stats = lc.linear_token_stats(weight, input, target, outputs=("logps", "entropy"), logits_budget=budget)
         return (stats.logps * stats.entropy).mean()
 
     for function in (loss, dpo, statistics):

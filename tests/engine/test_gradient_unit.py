@@ -14,19 +14,7 @@ from spies import noted
 from table import relative_error
 from torch import Tensor
 
-from liger_chunked import (
-    LigerFusedLinearCosineSimilarityLoss,
-    LigerFusedLinearCrossEntropyLoss,
-    LigerFusedLinearDistillationBase,
-    LigerFusedLinearDPOLoss,
-    LigerFusedLinearGRPOLoss,
-    LigerFusedLinearJSDLoss,
-    LigerFusedLinearKLDivLoss,
-    LigerFusedLinearKTOLoss,
-    LigerFusedLinearTVDLoss,
-    LogitOptions,
-    linear_token_stats,
-)
+import liger_chunked as lc
 from liger_chunked.engine import cutting
 from liger_chunked.engine.divergences import ClosedForm
 from liger_chunked.engine.step import Step
@@ -44,20 +32,20 @@ def saturated_pair(w: Tensor, x: Tensor, y: Tensor, budget: int | None) -> Tenso
     """Return a batch in which the first pair's gradient is 1e-7 of the second's."""
     ref = logps(w, x, y)
     ref[0] -= 160
-    return LigerFusedLinearDPOLoss(beta=0.1, logits_budget=budget and 2 * budget)(w, x, y, ref_logps=ref)[0]
+    return lc.LigerFusedLinearDPOLoss(beta=0.1, logits_budget=budget and 2 * budget)(w, x, y, ref_logps=ref)[0]
 
 
 def saturated_sequence(w: Tensor, x: Tensor, y: Tensor, budget: int | None) -> Tensor:
     ref = logps(w, x, y)
     ref[0] -= 160
     labels = torch.tensor([True, False, True, False], device=x.device)
-    return LigerFusedLinearKTOLoss(logits_budget=budget)(w, x, y, labels, ref_logps=ref, kl=0.0)[0]
+    return lc.LigerFusedLinearKTOLoss(logits_budget=budget)(w, x, y, labels, ref_logps=ref, kl=0.0)[0]
 
 
 def advantages(*values: float) -> Run:
     def run(w: Tensor, x: Tensor, y: Tensor, budget: int | None) -> Tensor:
         given = torch.tensor(values, device=x.device, dtype=torch.float32)
-        loss = LigerFusedLinearGRPOLoss(reduction="dapo", logits_budget=budget)
+        loss = lc.LigerFusedLinearGRPOLoss(reduction="dapo", logits_budget=budget)
         return loss(w, x, y, advantages=given, num_items=65536)[0]
 
     return run
@@ -66,7 +54,7 @@ def advantages(*values: float) -> Run:
 def token_weights(w: Tensor, x: Tensor, y: Tensor, budget: int | None) -> Tensor:
     weights = torch.ones(y.shape, device=x.device)
     weights[0] = 1e-7
-    loss = LigerFusedLinearCrossEntropyLoss(reduction="sum", logits_budget=budget)
+    loss = lc.LigerFusedLinearCrossEntropyLoss(reduction="sum", logits_budget=budget)
     return loss(w, x, y, token_weights=weights)
 
 
@@ -139,7 +127,7 @@ class Given(NamedTuple):
         return (z.float(), t.float()) if z.dtype == torch.float16 else (z, t)
 
 
-class SquaredLogRatios(LigerFusedLinearDistillationBase):
+class SquaredLogRatios(lc.LigerFusedLinearDistillationBase):
     """Has no closed form."""
 
     def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
@@ -157,16 +145,16 @@ def nll(given: Given) -> Tensor:
 
 def cross_entropy(given: Given, budget: int | None) -> Tensor:
     """Return a loss whose gradient comes in the forward, which knows no loss scale."""
-    loss = LigerFusedLinearCrossEntropyLoss(reduction="sum", logits_budget=budget)
+    loss = lc.LigerFusedLinearCrossEntropyLoss(reduction="sum", logits_budget=budget)
     return loss(*given[:3], token_weights=WEIGHTS.to(given.input.device))
 
 
 def statistics(given: Given, budget: int | None) -> Tensor:
-    return weighed(-linear_token_stats(*given[:3], logits_budget=budget).logps)
+    return weighed(-lc.linear_token_stats(*given[:3], logits_budget=budget).logps)
 
 
 def entropies(given: Given, budget: int | None) -> Tensor:
-    stats = linear_token_stats(*given[:3], outputs=("logps", "entropy"), logits_budget=budget)
+    stats = lc.linear_token_stats(*given[:3], outputs=("logps", "entropy"), logits_budget=budget)
     return weighed(stats.logps + stats.entropy)
 
 
@@ -177,11 +165,11 @@ def eager_entropies(given: Given) -> Tensor:
 
 LOSSES = {"cross-entropy": (cross_entropy, nll), "logps": (statistics, nll), "entropy": (entropies, eager_entropies)}
 DIVERGENCES = {
-    "forward-kl": LigerFusedLinearKLDivLoss,
-    "reverse-kl": partial(LigerFusedLinearKLDivLoss, reverse=True),
-    "jsd": partial(LigerFusedLinearJSDLoss, beta=0.3),
-    "tvd": LigerFusedLinearTVDLoss,
-    "cosine": LigerFusedLinearCosineSimilarityLoss,
+    "forward-kl": lc.LigerFusedLinearKLDivLoss,
+    "reverse-kl": partial(lc.LigerFusedLinearKLDivLoss, reverse=True),
+    "jsd": partial(lc.LigerFusedLinearJSDLoss, beta=0.3),
+    "tvd": lc.LigerFusedLinearTVDLoss,
+    "cosine": lc.LigerFusedLinearCosineSimilarityLoss,
     "own": SquaredLogRatios,
 }
 
@@ -244,9 +232,9 @@ def test_upstream_gradients_that_grow_within_a_chunk(name, device, monkeypatch):
 # Bounds
 
 OPTIONS = {
-    "plain": LogitOptions(),
-    "transform": LogitOptions(softcap=3.0, logit_scale=-1.7, temperature=0.4),
-    "hot": LogitOptions(temperature=2.5),
+    "plain": lc.LogitOptions(),
+    "transform": lc.LogitOptions(softcap=3.0, logit_scale=-1.7, temperature=0.4),
+    "hot": lc.LogitOptions(temperature=2.5),
 }
 # With bounds that follow from their formulas.
 BOUNDED = {

@@ -30,13 +30,7 @@ from table import (
 )
 from torch import Tensor
 
-from liger_chunked import (
-    LigerFusedLinearCrossEntropyLoss,
-    LigerFusedLinearDPOLoss,
-    LigerFusedLinearGRPOLoss,
-    LigerFusedLinearJSDLoss,
-    linear_token_stats,
-)
+import liger_chunked as lc
 from liger_chunked.engine import choose
 
 by_row = pytest.mark.parametrize("row", ROWS, ids=repr)
@@ -87,7 +81,7 @@ def test_a_sum_of_many_log_probabilities_is_not_rounded_on_the_way():
     n = 4096
     weight, input = torch.tensor([[0.0], [1.0]]), torch.full((n, 1), -0.25)
     input[0] = -(2.0**24)
-    loss = LigerFusedLinearCrossEntropyLoss(reduction="sum")(weight, input, torch.ones(n, dtype=torch.int64))
+    loss = lc.LigerFusedLinearCrossEntropyLoss(reduction="sum")(weight, input, torch.ones(n, dtype=torch.int64))
     exact = F.cross_entropy((input @ weight.T).double(), torch.ones(n, dtype=torch.int64), reduction="sum")
     assert relative_error(loss, exact) < torch.finfo(torch.float32).eps
 
@@ -154,10 +148,10 @@ def test_in_place_on_losses_per_token(budget):
         return losses.sum()
 
     def ours(batch):
-        return in_place(LigerFusedLinearCrossEntropyLoss(reduction="none", logits_budget=budget)(**batch))
+        return in_place(lc.LigerFusedLinearCrossEntropyLoss(reduction="none", logits_budget=budget)(**batch))
 
     def statistics(batch):
-        return -in_place(linear_token_stats(**batch, logits_budget=budget).logps)
+        return -in_place(lc.linear_token_stats(**batch, logits_budget=budget).logps)
 
     exact = evaluate(lambda batch: in_place(eager.cross_entropy(**batch, reduction="none")), batch)
     assert_same(evaluate(ours, batch), exact)
@@ -305,7 +299,7 @@ def test_vocabulary_of_a_model():
     batch["target"][0, 0] = vocab - 1
     exact = evaluate(lambda batch: eager.cross_entropy(**batch), batch)
     for budget in (None, 8 * 2 * vocab, 8 * 65536):
-        loss = LigerFusedLinearCrossEntropyLoss(logits_budget=budget)
+        loss = lc.LigerFusedLinearCrossEntropyLoss(logits_budget=budget)
         assert_same(evaluate(lambda batch, loss=loss: loss(**batch), batch), exact)
 
 
@@ -355,7 +349,7 @@ def test_gradient_near_certainty_in_bfloat16(probability, device):
     batch = moved({"weight": weight, "input": input, "target": target}, torch.bfloat16, device)
 
     def ours(batch):
-        return LigerFusedLinearCrossEntropyLoss()(**batch)
+        return lc.LigerFusedLinearCrossEntropyLoss()(**batch)
 
     exact = evaluate(lambda batch: eager.cross_entropy(**batch), moved(batch, torch.float64))
     naive = evaluate(lambda batch: eager.cross_entropy(**batch), batch)
@@ -446,7 +440,7 @@ def test_100_steps_in_slices_of_bfloat16():
             optimizer.step()
         return {"loss": value.detach(), "embedding": embedding.detach(), "head": head.detach()}
 
-    ours = trained(LigerFusedLinearCrossEntropyLoss(logits_budget=2 * 10 * vocab), torch.bfloat16)
+    ours = trained(lc.LigerFusedLinearCrossEntropyLoss(logits_budget=2 * 10 * vocab), torch.bfloat16)
     exact, naive = (trained(eager.cross_entropy, dtype) for dtype in (torch.float64, torch.bfloat16))
     assert exact["loss"] < 0.7 * math.log(vocab)
     for name in exact:
@@ -471,7 +465,7 @@ def test_100_steps_in_slices_of_bfloat16():
 )
 def test_dpo_metrics(settings, device):
     batch = moved(pairs(SMALL, seed=0), device=device)
-    _, ours = LigerFusedLinearDPOLoss(**settings)(**batch)
+    _, ours = lc.LigerFusedLinearDPOLoss(**settings)(**batch)
     _, exact = eager.dpo(**batch, **{name: x for name, x in settings.items() if name != "logits_budget"})
     assert set(ours._fields) == set(exact) - {"reward_accuracies", "reward_margins"}
     for name, expected in exact.items():
@@ -487,7 +481,7 @@ def test_dpo_metrics(settings, device):
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_cross_entropy_metrics(reduction, device):
     batch = moved(tokens(SMALL, seed=0), device=device)
-    module = LigerFusedLinearCrossEntropyLoss(
+    module = lc.LigerFusedLinearCrossEntropyLoss(
         reduction=reduction,
         lse_square_scale=0.1,
         return_z_loss=True,
@@ -510,9 +504,9 @@ def test_cross_entropy_metrics(reduction, device):
 @pytest.mark.parametrize(
     ("loss", "sample"),
     [
-        (LigerFusedLinearCrossEntropyLoss(label_smoothing=0.1, lse_square_scale=0.01), tokens),
-        (LigerFusedLinearJSDLoss(), students),
-        (LigerFusedLinearGRPOLoss(reduction="dapo"), rollouts),
+        (lc.LigerFusedLinearCrossEntropyLoss(label_smoothing=0.1, lse_square_scale=0.01), tokens),
+        (lc.LigerFusedLinearJSDLoss(), students),
+        (lc.LigerFusedLinearGRPOLoss(reduction="dapo"), rollouts),
     ],
     ids=["ce", "jsd", "dapo"],
 )

@@ -14,16 +14,7 @@ from spies import Memory, flop_counter, memory_beside, noted
 from table import Batch, Sizes, assert_same, evaluate, moved, products_for_kept_ids, relative_error, rollouts
 from torch import Tensor
 
-from liger_chunked import (
-    AdaptedWeight,
-    KeptIds,
-    LigerFusedLinearCrossEntropyLoss,
-    LigerFusedLinearDPOLoss,
-    LigerFusedLinearGRPOLoss,
-    LigerFusedLinearKLDivLoss,
-    LogitOptions,
-    linear_token_stats,
-)
+import liger_chunked as lc
 from liger_chunked.engine import choose, distillation, epilogue, live_rows
 from liger_chunked.engine.cutting import Tile
 from liger_chunked.engine.live_rows import LiveCount
@@ -56,7 +47,7 @@ def products(loss: Callable[[Batch], Tensor], batch: Batch, trainable: tuple[str
 
 
 def grpo(batch: Batch, **settings: Any) -> Tensor:
-    return LigerFusedLinearGRPOLoss(**settings)(**batch)[0]
+    return lc.LigerFusedLinearGRPOLoss(**settings)(**batch)[0]
 
 
 def with_advantages(fraction: float, seed: int = 0) -> Batch:
@@ -104,7 +95,7 @@ def test_products_of_statistics(fraction, options, again):
     live = batch.pop("advantages")
 
     def loss(batch: Batch) -> Tensor:
-        return (linear_token_stats(**batch, **options).logps * live).sum()
+        return (lc.linear_token_stats(**batch, **options).logps * live).sum()
 
     count = products(loss, batch)
     if again and fraction == 1:  # the last tile is in memory
@@ -128,18 +119,18 @@ LIVE = with_advantages(0.2)["advantages"]
 
 
 def cross_entropy(batch: Batch, budget: int | None) -> Tensor:
-    loss = LigerFusedLinearCrossEntropyLoss(reduction="sum", label_smoothing=0.1, logits_budget=budget)
+    loss = lc.LigerFusedLinearCrossEntropyLoss(reduction="sum", label_smoothing=0.1, logits_budget=budget)
     return loss(**batch, token_weights=LIVE)
 
 
 def dpo(batch: Batch, budget: int | None) -> Tensor:
     """Return the loss of two pairs, of which the first is beyond the hinge's margin."""
-    loss = LigerFusedLinearDPOLoss(loss_type="hinge", logits_budget=budget)
+    loss = lc.LigerFusedLinearDPOLoss(loss_type="hinge", logits_budget=budget)
     return loss(**batch, ref_logps=torch.tensor([-1e4, 1e4, 0.0, 0.0], dtype=torch.float64))[0]
 
 
 def statistics(batch: Batch, budget: int | None, **options: Any) -> Tensor:
-    stats = linear_token_stats(**batch, logits_budget=budget, **options)
+    stats = lc.linear_token_stats(**batch, logits_budget=budget, **options)
     return sum((value * LIVE).sum() for value in (stats.logps, stats.lse) if value is not None)
 
 
@@ -147,7 +138,7 @@ def kept_ids(batch: Batch, budget: int | None) -> Tensor:
     """Return statistics of long lists of kept ids, which take products."""
     n, k = batch["target"].numel(), 12
     ids = (batch["target"].view(-1, 1) + torch.arange(k)) % SIZES.vocab
-    kept = KeptIds(ids.view(-1), torch.arange(0, (n + 1) * k, k))
+    kept = lc.KeptIds(ids.view(-1), torch.arange(0, (n + 1) * k, k))
     with products_for_kept_ids():
         return statistics(batch, budget, kept=kept)
 
@@ -158,7 +149,7 @@ def divergence(batch: Batch, budget: int | None, top_k: bool = False, **options:
     if top_k:
         ids = (batch["target"][..., None] + torch.arange(7)) % SIZES.vocab
         given = {"teacher_ids": ids, "teacher_logps": -2.0 - torch.arange(7).double().expand(ids.shape)}
-    loss = LigerFusedLinearKLDivLoss(reduction="none", logits_budget=budget, **options)
+    loss = lc.LigerFusedLinearKLDivLoss(reduction="none", logits_budget=budget, **options)
     return (loss(**batch, **given)[0] * LIVE).sum()
 
 
@@ -185,7 +176,7 @@ def test_products_of_other_losses(name):
 
 
 def of_an_adapter(batch: Batch, budget: int | None) -> Tensor:
-    head = AdaptedWeight(batch["weight"], batch["weight"][:, :3].detach().flip(0), lambda x: x[..., 3:6])
+    head = lc.AdaptedWeight(batch["weight"], batch["weight"][:, :3].detach().flip(0), lambda x: x[..., 3:6])
     return statistics({**batch, "weight": head}, budget)
 
 
@@ -282,12 +273,12 @@ def test_gradients_of_live_rows_alone(pattern, device):
     logits, target = torch.randn(n, vocab, device=device), torch.arange(n, device=device)
     stats = logits.amax(1), (logits - logits.amax(1, keepdim=True)).exp().sum(1)
     cotangents = LogitsCotangents(*stats, logps=g)
-    expected = logits_grad_(logits.clone(), target, cotangents, LogitOptions(), vocab)
+    expected = logits_grad_(logits.clone(), target, cotangents, lc.LogitOptions(), vocab)
     logits[g == 0] = torch.nan
     count = LiveCount.start({"logps": g})
     assert count is not None
     for out in (None, torch.empty_like(logits)):
-        found = logits_grad_(logits.clone(), target, cotangents, LogitOptions(), vocab, out=out, live=count.rows)
+        found = logits_grad_(logits.clone(), target, cotangents, lc.LogitOptions(), vocab, out=out, live=count.rows)
         live = count.read()
         assert live is not None and torch.equal(found[: live.length], expected[live.rows])
 
@@ -337,7 +328,7 @@ def test_the_fused_epilogue_of_a_loss(device, lengths, monkeypatch):
     passes = noted(monkeypatch, epilogue.EpilogueSource, "backward", lambda *_: None)
     live = (torch.arange(36).view(3, 12) % 3 == 1).double().to(device)
     live[0] = 0  # no row of a chunk
-    loss = LigerFusedLinearGRPOLoss(logits_budget=12 * 603 * 2)
+    loss = lc.LigerFusedLinearGRPOLoss(logits_budget=12 * 603 * 2)
     compare_epilogue(
         lambda batch: loss(**batch, advantages=live)[0], lambda batch: eager.grpo(**batch, advantages=live)[0], device
     )
@@ -356,7 +347,7 @@ def test_the_fused_epilogue_of_statistics(outputs, budget, device, lengths):
         return sum(((i + 1) * stats[name].double() * live).sum() for i, name in enumerate(outputs))
 
     compare_epilogue(
-        lambda batch: weighted(linear_token_stats(**batch, outputs=outputs, logits_budget=budget)._asdict()),
+        lambda batch: weighted(lc.linear_token_stats(**batch, outputs=outputs, logits_budget=budget)._asdict()),
         lambda batch: weighted(eager.token_stats(**batch, outputs=outputs)),
         device,
     )

@@ -29,13 +29,7 @@ from table import (
 from test_values import ERROR_SIZES
 from torch import Tensor
 
-from liger_chunked import (
-    AdaptedWeight,
-    LigerFusedLinearCrossEntropyLoss,
-    LigerFusedLinearDPOLoss,
-    LigerFusedLinearJSDLoss,
-    linear_token_stats,
-)
+import liger_chunked as lc
 
 by_path = pytest.mark.parametrize("row", on_paths())
 RANK, SCALE = 3, 0.5
@@ -65,9 +59,9 @@ def with_weights(batch: Batch, make: Callable[[Tensor, Tensor, Tensor], Any]) ->
     return batch
 
 
-def adapted(weight: Tensor, down: Tensor, up: Tensor) -> AdaptedWeight:
+def adapted(weight: Tensor, down: Tensor, up: Tensor) -> lc.AdaptedWeight:
     # As PEFT does: `down` may be in another dtype than the hidden states.
-    return AdaptedWeight(weight, up, lambda x: SCALE * F.linear(x.to(down.dtype), down))
+    return lc.AdaptedWeight(weight, up, lambda x: SCALE * F.linear(x.to(down.dtype), down))
 
 
 def dense(weight: Tensor, down: Tensor, up: Tensor) -> Tensor:
@@ -199,7 +193,7 @@ def next_tokens(labels: Tensor) -> Tensor:
 
 
 def sft(head: Any, input: Any, budget: int | None) -> Tensor:
-    loss = LigerFusedLinearCrossEntropyLoss(logits_budget=budget)
+    loss = lc.LigerFusedLinearCrossEntropyLoss(logits_budget=budget)
     return loss(head.weight, input.hidden_states, input.target, head.bias)
 
 
@@ -209,7 +203,7 @@ def sft_on_logits(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 def logps_of(head: Any, input: Any) -> Tensor:
-    logps = linear_token_stats(head.weight, input.hidden_states, input.target, head.bias).logps
+    logps = lc.linear_token_stats(head.weight, input.hidden_states, input.target, head.bias).logps
     assert logps is not None
     return logps
 
@@ -222,7 +216,7 @@ def logps_on_logits(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 def dpo(head: Any, input: Any, budget: int | None, ref_logps: Tensor) -> Tensor:
-    loss = LigerFusedLinearDPOLoss(beta=0.3, logits_budget=budget)
+    loss = lc.LigerFusedLinearDPOLoss(beta=0.3, logits_budget=budget)
     return loss(head.weight, input.hidden_states, input.target, head.bias, ref_logps=ref_logps)[0]
 
 
@@ -521,7 +515,7 @@ def test_float32_adapters_of_a_float16_head_may_have_gradients_beyond_float16(de
     def run(batch: Batch) -> list[Tensor]:
         leaves = {name: x.to(device, copy=True).requires_grad_() for name, x in batch.items()}
         weight = adapted(leaves["weight"], leaves["down"], leaves["up"])
-        loss = LigerFusedLinearCrossEntropyLoss(reduction="sum")(weight, leaves["input"], target)
+        loss = lc.LigerFusedLinearCrossEntropyLoss(reduction="sum")(weight, leaves["input"], target)
         (loss * 2**16).backward()
         return [leaves["down"].grad.double(), leaves["up"].grad.double()]
 
@@ -534,7 +528,7 @@ def test_float32_adapters_of_a_float16_head_may_have_gradients_beyond_float16(de
 # Calls
 
 
-def example(**changes: Any) -> tuple[AdaptedWeight, Tensor, Tensor]:
+def example(**changes: Any) -> tuple[lc.AdaptedWeight, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     parts = {
         "weight": torch.randn(11, 4, generator=generator),
@@ -542,7 +536,7 @@ def example(**changes: Any) -> tuple[AdaptedWeight, Tensor, Tensor]:
         "down": lambda x: x[..., :2],
     }
     input = torch.randn(2, 3, 4, generator=generator)
-    return AdaptedWeight(**parts | changes), input, torch.tensor([[1, 2, 3], [4, 5, -100]])
+    return lc.AdaptedWeight(**parts | changes), input, torch.tensor([[1, 2, 3], [4, 5, -100]])
 
 
 class Tagged(Tensor):
@@ -558,12 +552,12 @@ def test_down_runs_once_with_the_callers_modes():
 
     weight, input, target = example(down=down)
     budget = {"logits_budget": 2 * 11 * 4}
-    LigerFusedLinearDPOLoss(**budget)(weight, input, target, ref_input=2 * input, ref_weight=weight)
+    lc.LigerFusedLinearDPOLoss(**budget)(weight, input, target, ref_input=2 * input, ref_weight=weight)
     assert calls == [((2, 3, 4), False), ((2, 3, 4), True)]
-    LigerFusedLinearJSDLoss(**budget)(weight, input, weight, input)
+    lc.LigerFusedLinearJSDLoss(**budget)(weight, input, weight, input)
     assert [grad for _, grad in calls[2:]] == [False, True]
     tagged = example(up=example()[0].up.as_subclass(Tagged))[0]
-    assert LigerFusedLinearCrossEntropyLoss(tagged, input, target) == LigerFusedLinearCrossEntropyLoss(
+    assert lc.LigerFusedLinearCrossEntropyLoss(tagged, input, target) == lc.LigerFusedLinearCrossEntropyLoss(
         weight, input, target
     )
 
@@ -593,9 +587,9 @@ REFUSED = [
 )
 def test_refused(part, value, kind, message):
     weight, input, target = example(**{part: value})
-    for call in (LigerFusedLinearCrossEntropyLoss, linear_token_stats):
+    for call in (lc.LigerFusedLinearCrossEntropyLoss, lc.linear_token_stats):
         with pytest.raises(kind, match=message):
             call(weight, input, target)
     if part == "up":
         with pytest.raises(kind, match=message.removeprefix("^").replace("weight\\.", "ref_weight\\.")):
-            LigerFusedLinearDPOLoss(example()[0], input, target, ref_input=input, ref_weight=weight)
+            lc.LigerFusedLinearDPOLoss(example()[0], input, target, ref_input=input, ref_weight=weight)

@@ -14,21 +14,8 @@ from table import Batch, Row, Sizes, moved, rows
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from liger_chunked import (
-    LigerFusedLinearCPOLoss,
-    LigerFusedLinearCrossEntropyLoss,
-    LigerFusedLinearDPOLoss,
-    LigerFusedLinearGRPOLoss,
-    LigerFusedLinearJSDLoss,
-    LigerFusedLinearKTOLoss,
-    LigerFusedLinearORPOLoss,
-    LigerFusedLinearSimPOLoss,
-    LigerFusedLinearULDLoss,
-    MemoryEstimate,
-    estimate_memory,
-    linear_token_stats,
-    memory,
-)
+import liger_chunked as lc
+from liger_chunked import memory
 from liger_chunked.engine.sink import Sink
 from liger_chunked.engine.source import LogitsSource
 from liger_chunked.kernels import backend
@@ -36,7 +23,7 @@ from liger_chunked.kernels import backend
 MIB = 1 << 20
 QWEN, LLAMA = 151936, 128256
 
-CrossEntropy, DPO = LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss
+CrossEntropy, DPO = lc.LigerFusedLinearCrossEntropyLoss, lc.LigerFusedLinearDPOLoss
 PAIRS = {"vocab_size": LLAMA, "hidden_size": 4096, "shape": (8, 2048), "valid": 8192}  # half of each is prompt
 STUDENT = {"vocab_size": QWEN, "hidden_size": 1536, "shape": (8192,)}
 LLAMA_TOKENS = {"vocab_size": LLAMA, "hidden_size": 4096, "shape": (8192,)}
@@ -58,19 +45,19 @@ MEASURED = [
     (1103, CrossEntropy(logits_budget=1792 * QWEN * 2), SMALL_TOKENS),
     (2648, CrossEntropy(), MANY_TOKENS),
     (2039, CrossEntropy(logits_budget=1792 * QWEN * 2), MANY_TOKENS),
-    (1446, linear_token_stats, LLAMA_TOKENS | STATS_BUDGET),
-    (755, linear_token_stats, QWEN_TOKENS | STATS_BUDGET),
-    (698, linear_token_stats, SMALL_TOKENS | STATS_BUDGET),
-    (1681, linear_token_stats, MANY_TOKENS | STATS_BUDGET),
+    (1446, lc.linear_token_stats, LLAMA_TOKENS | STATS_BUDGET),
+    (755, lc.linear_token_stats, QWEN_TOKENS | STATS_BUDGET),
+    (698, lc.linear_token_stats, SMALL_TOKENS | STATS_BUDGET),
+    (1681, lc.linear_token_stats, MANY_TOKENS | STATS_BUDGET),
     (3262, DPO(), PAIRS),
     (3150, DPO(logits_budget=256 * MIB), PAIRS),  # one pair exceeds the budget
     (2034, DPO(), LONG_PAIR),
-    (3262, LigerFusedLinearORPOLoss(), PAIRS),
-    (3262, LigerFusedLinearCPOLoss(), PAIRS),
-    (3262, LigerFusedLinearSimPOLoss(), PAIRS),
-    (3262, LigerFusedLinearKTOLoss(), PAIRS),
-    (2968, LigerFusedLinearJSDLoss(), STUDENT),
-    (2457, LigerFusedLinearGRPOLoss(), ROLLOUTS),
+    (3262, lc.LigerFusedLinearORPOLoss(), PAIRS),
+    (3262, lc.LigerFusedLinearCPOLoss(), PAIRS),
+    (3262, lc.LigerFusedLinearSimPOLoss(), PAIRS),
+    (3262, lc.LigerFusedLinearKTOLoss(), PAIRS),
+    (2968, lc.LigerFusedLinearJSDLoss(), STUDENT),
+    (2457, lc.LigerFusedLinearGRPOLoss(), ROLLOUTS),
     # Measured on the path over logits, before the fused epilogue replaced it.
     (2843, CrossEntropy(), QWEN_TOKENS | OVER_LOGITS),
     (1730, CrossEntropy(logits_budget=1024 * MIB), QWEN_TOKENS | OVER_LOGITS),
@@ -89,13 +76,13 @@ MEASURED = [
 )
 def test_agrees_with_benchmarks(mib, loss, batch, monkeypatch):
     monkeypatch.setattr(memory, "_has_wide_tiles", lambda: batch.get("wide_tiles", True))
-    estimate = estimate_memory(loss, **{name: x for name, x in batch.items() if name != "wide_tiles"})
+    estimate = lc.estimate_memory(loss, **{name: x for name, x in batch.items() if name != "wide_tiles"})
     assert estimate.peak / MIB == pytest.approx(mib, rel=0.005), str(estimate)
 
 
 def _uld(batch: Batch, **options: Any) -> Tensor:
     given = {name: x for name, x in batch.items() if name != "target"}
-    return LigerFusedLinearULDLoss(**options)(**given, mask=batch["target"] != -100)[0]
+    return lc.LigerFusedLinearULDLoss(**options)(**given, mask=batch["target"] != -100)[0]
 
 
 def _of_other_vocabulary(sizes: Sizes, seed: int) -> Batch:
@@ -132,7 +119,7 @@ CASES = [
 ]  # fmt: skip
 
 
-def predicted(row: Row, batch: Batch, budget: int | None, **settings: Any) -> MemoryEstimate:
+def predicted(row: Row, batch: Batch, budget: int | None, **settings: Any) -> lc.MemoryEstimate:
     """Estimate the memory of the loss that a row builds, for its batch."""
     modules: list[nn.Module] = []
     hook = register_module_forward_pre_hook(lambda module, arguments: modules.append(module))
@@ -142,8 +129,8 @@ def predicted(row: Row, batch: Batch, budget: int | None, **settings: Any) -> Me
     vocab_size, hidden_size = batch["weight"].shape
     if "teacher_weight" in batch:
         settings["teacher_hidden_size"] = batch["teacher_weight"].shape[1]
-    return estimate_memory(
-        modules[0] if modules else linear_token_stats,
+    return lc.estimate_memory(
+        modules[0] if modules else lc.linear_token_stats,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         shape=batch["target"].shape,
@@ -288,7 +275,7 @@ def test_agrees_with_the_allocator_by_the_epilogue(batch, trainable, monkeypatch
             value.backward()
 
     peak = peak_of(run, [weight, input])
-    estimate = estimate_memory(CrossEntropy(), **batch, **TRAINABLE[trainable])
+    estimate = lc.estimate_memory(CrossEntropy(), **batch, **TRAINABLE[trainable])
     assert estimate.peak == pytest.approx(peak, rel=0.05), (
         f"predicted/measured {estimate.peak / peak:.3f}: {peak / MIB:.1f} MiB, not {estimate}"
     )
@@ -299,9 +286,9 @@ FIXED = {"vocab_size": 32000, "hidden_size": 512, "shape": (8, 512)}
 
 def test_a_batch_may_give_its_lengths():
     """The chunks hold one pair each. Two pairs of 600 tokens need 600; pairs of 950 and 250 need 950."""
-    even = estimate_memory(DPO(), vocab_size=32000, hidden_size=512, shape=(4, 1000), valid=1200,
+    even = lc.estimate_memory(DPO(), vocab_size=32000, hidden_size=512, shape=(4, 1000), valid=1200,
                            trainable_head=False, logits_budget=1000 * 64000)  # fmt: skip
-    uneven = estimate_memory(DPO(), vocab_size=32000, hidden_size=512, shape=(4, 1000), valid=[500, 50, 450, 200],
+    uneven = lc.estimate_memory(DPO(), vocab_size=32000, hidden_size=512, shape=(4, 1000), valid=[500, 50, 450, 200],
                              trainable_head=False, logits_budget=1000 * 64000)  # fmt: skip
     assert even.logits == 600 * 64000 and uneven.logits == 950 * 64000
 
@@ -317,4 +304,4 @@ def test_a_batch_may_give_its_lengths():
 )  # fmt: skip
 def test_refuses(loss, settings, message):
     with pytest.raises(ValueError, match=message):
-        estimate_memory(loss, **FIXED | settings)
+        lc.estimate_memory(loss, **FIXED | settings)

@@ -16,22 +16,14 @@ from table import Batch, Sizes, assert_same, evaluate, moved, students
 from test_lora_head import TRAINABLE, adapted, dense, with_factors, with_weights
 from torch import Tensor
 
-from liger_chunked import (
-    LigerFusedLinearCosineSimilarityLoss,
-    LigerFusedLinearDistillationBase,
-    LigerFusedLinearJSDLoss,
-    LigerFusedLinearKLDivLoss,
-    LigerFusedLinearTVDLoss,
-    LogitOptions,
-    VocabShard,
-)
+import liger_chunked as lc
 
 SIZES = Sizes(sequences=2, length=4, hidden=8, vocab=23, ref_hidden=6)
 B, T, V = SIZES.sequences, SIZES.length, SIZES.vocab
-KL = LigerFusedLinearKLDivLoss
+KL = lc.LigerFusedLinearKLDivLoss
 
 
-class Squares(LigerFusedLinearDistillationBase):
+class Squares(lc.LigerFusedLinearDistillationBase):
     def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
         return (student_logits - teacher_logits).square().mean(-1)
 
@@ -40,9 +32,9 @@ class Squares(LigerFusedLinearDistillationBase):
 LOSSES: dict[str, tuple[Any, str, float]] = {
     "reverse": (partial(KL, reverse=True), "reverse_kl", 0.5),
     "forward": (KL, "kl", 0.5),
-    "mixture": (partial(LigerFusedLinearJSDLoss, beta=0.3), "jsd", 0.3),
-    "tvd": (LigerFusedLinearTVDLoss, "tvd", 0.5),
-    "cosine": (LigerFusedLinearCosineSimilarityLoss, "cosine", 0.5),
+    "mixture": (partial(lc.LigerFusedLinearJSDLoss, beta=0.3), "jsd", 0.3),
+    "tvd": (lc.LigerFusedLinearTVDLoss, "tvd", 0.5),
+    "cosine": (lc.LigerFusedLinearCosineSimilarityLoss, "cosine", 0.5),
     "own": (Squares, "squared_error", 0.5),
 }
 
@@ -80,7 +72,7 @@ def test_oracle(name: str, budget: int | None) -> None:
     settings: dict[str, Any] = {"weight_hard_loss": 0.3, "weight_soft_loss": 0.7, "softcap": 5.0, "reduction": "none"}
     temperature, of_teachers = (1.0, 1.0) if name == "cosine" else (1.7, 0.8)  # a cosine does not depend on them
     settings["temperature"] = temperature
-    own = LogitOptions(temperature=of_teachers, softcap=4.0)
+    own = lc.LogitOptions(temperature=of_teachers, softcap=4.0)
     exact = partial(eager.distillation, name=divergence, parameter=parameter, **settings)
     exact = partial(exact, teacher_softcap=4.0, teacher_temperature=of_teachers)
     loss = make(**settings, logits_budget=budget, teacher_options=own)
@@ -137,8 +129,8 @@ def test_errors() -> None:
     given = batch()
     weight = given["weight"].requires_grad_()
     with pytest.raises(ValueError, match=r"reduction must be one of .*'sum'"):
-        LigerFusedLinearTVDLoss(reduction="sum")
-    loss = LigerFusedLinearTVDLoss(reduction="none")
+        lc.LigerFusedLinearTVDLoss(reduction="sum")
+    loss = lc.LigerFusedLinearTVDLoss(reduction="none")
     with pytest.raises(ValueError, match="num_items"):
         loss(weight, given["input"], num_items=3, **of_teacher(given))
     found, _ = loss(weight, given["input"], **of_teacher(given))
@@ -162,7 +154,7 @@ def on_a_rank(rank: int, folder: str) -> None:
         part, states = weight.detach()[own].requires_grad_(), input.detach()[:, columns].requires_grad_()
         options: dict[str, Any] = {"teacher_weight": teacher["teacher_weight"][own]}
         options["teacher_input"] = teacher["teacher_input"][:, columns]
-        shard = VocabShard(None, own.start, V, input_grad)  # type: ignore[arg-type]
+        shard = lc.VocabShard(None, own.start, V, input_grad)  # type: ignore[arg-type]
         found, _ = loss(part, states, target=given["target"], vocab_shard=shard, **options)
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
         dw, dx = torch.autograd.grad((found * g).sum(), (part, states))

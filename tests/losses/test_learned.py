@@ -26,19 +26,7 @@ from table import (
 )
 from torch import Tensor, nn
 
-from liger_chunked import (
-    Examples,
-    LigerFusedLinearCrossEntropyLoss,
-    LigerFusedLinearDPOLoss,
-    LigerFusedLinearGRPOLoss,
-    LigerFusedLinearPolicyBase,
-    LigerFusedLinearPreferenceBase,
-    LigerFusedLinearSimPOLoss,
-    LigerFusedLinearUnpairedPreferenceBase,
-    Pairs,
-    Rollouts,
-    VocabShard,
-)
+import liger_chunked as lc
 
 BUDGETS = {"one-chunk": None, "chunks": 8 * 9 * SMALL.vocab, "slices": 8 * 7}
 by_budget = pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS)
@@ -48,7 +36,7 @@ def margin_loss(logps: Tensor, log_beta: Tensor, margin: Tensor) -> Tensor:
     return F.softplus(margin.sum() - log_beta.exp() * (logps[:, 0] - logps[:, 1]))
 
 
-class LearnedMargin(LigerFusedLinearPreferenceBase):
+class LearnedMargin(lc.LigerFusedLinearPreferenceBase):
     """Two parameters, of which one has several elements."""
 
     def __init__(self, **options):
@@ -56,28 +44,28 @@ class LearnedMargin(LigerFusedLinearPreferenceBase):
         self.log_beta = nn.Parameter(torch.tensor(-1.0, dtype=torch.float64))
         self.margin = nn.Parameter(torch.tensor([0.2, 0.1], dtype=torch.float64))
 
-    def preference_loss(self, pairs: Pairs) -> Tensor:
+    def preference_loss(self, pairs: lc.Pairs) -> Tensor:
         return margin_loss(pairs.logps, self.log_beta, self.margin)
 
 
-class LearnedWeight(LigerFusedLinearUnpairedPreferenceBase):
+class LearnedWeight(lc.LigerFusedLinearUnpairedPreferenceBase):
     def __init__(self, **options):
         super().__init__(use_ref_model=False, **options)
         self.weight_of = nn.Parameter(torch.tensor([0.7, 1.3], dtype=torch.float64))
 
-    def preference_loss(self, examples: Examples) -> Tensor:
+    def preference_loss(self, examples: lc.Examples) -> Tensor:
         weights = self.weight_of[examples.desirable.long()]
         return weights * torch.sigmoid(-self.beta * examples.signs * examples.logps)
 
 
-class LearnedTemperature(LigerFusedLinearPolicyBase):
+class LearnedTemperature(lc.LigerFusedLinearPolicyBase):
     scope = "token"
 
     def __init__(self, **options):
         super().__init__(**options)
         self.tau = nn.Parameter(torch.tensor(1.1, dtype=torch.float64))
 
-    def policy_loss(self, rollouts: Rollouts) -> Tensor:
+    def policy_loss(self, rollouts: lc.Rollouts) -> Tensor:
         return -torch.sigmoid(self.tau * (rollouts.ratio - 1)) / self.tau * rollouts.advantages
 
 
@@ -142,14 +130,14 @@ def test_every_gradient_matches_eager_code(kind, budget, trainable):
 @pytest.mark.parametrize(
     ("make", "name", "start"),
     [
-        (LigerFusedLinearDPOLoss, "beta", 0.3),
-        (LigerFusedLinearSimPOLoss, "beta", 1.0),
-        (LigerFusedLinearSimPOLoss, "gamma", 0.0),
+        (lc.LigerFusedLinearDPOLoss, "beta", 0.3),
+        (lc.LigerFusedLinearSimPOLoss, "beta", 1.0),
+        (lc.LigerFusedLinearSimPOLoss, "gamma", 0.0),
     ],
 )
 def test_a_setting_of_a_built_in_loss_is_trained(make, name, start):
     """Each step reads the parameter's present value, and differentiates by it, also at a neutral one."""
-    batch, simpo = pairs(SMALL, seed=0, ref=None), make is LigerFusedLinearSimPOLoss
+    batch, simpo = pairs(SMALL, seed=0, ref=None), make is lc.LigerFusedLinearSimPOLoss
     parameter = nn.Parameter(torch.tensor(start, dtype=torch.float64))
     own = with_attributes(make, **{name: parameter})
     loss: Any = own(beta=2.0, logits_budget=8 * 9 * SMALL.vocab, **({} if simpo else {"use_ref_model": False}))
@@ -174,10 +162,10 @@ def test_a_setting_of_a_built_in_loss_is_trained(make, name, start):
     ("make", "oracle", "name"),
     [
         *[
-            (LigerFusedLinearCrossEntropyLoss, eager.cross_entropy, name)
+            (lc.LigerFusedLinearCrossEntropyLoss, eager.cross_entropy, name)
             for name in ("label_smoothing", "lse_square_scale", "entropy_weight")
         ],
-        *[(partial(LigerFusedLinearGRPOLoss, beta=0.0), eager.grpo, name) for name in ("beta", "entropy_coef")],
+        *[(partial(lc.LigerFusedLinearGRPOLoss, beta=0.0), eager.grpo, name) for name in ("beta", "entropy_coef")],
     ],
 )
 def test_a_setting_that_starts_at_zero_is_trained(make, oracle, name, budget):
@@ -208,11 +196,11 @@ def test_a_tensor_that_a_function_holds(inside, budget):
     margin = torch.zeros(3, dtype=torch.float64, requires_grad=True)
     before = log_beta.exp()
 
-    def learned(pairs: Pairs) -> Tensor:
+    def learned(pairs: lc.Pairs) -> Tensor:
         beta = log_beta.exp() if inside else before
         return F.softplus(margin.exp().sum() - beta * (pairs.logps[:, 0] - pairs.logps[:, 1]))
 
-    loss = LigerFusedLinearDPOLoss(loss_type=learned, use_ref_model=False, logits_budget=budget)
+    loss = lc.LigerFusedLinearDPOLoss(loss_type=learned, use_ref_model=False, logits_budget=budget)
     loss(**batch)[0].backward()
     found = log_beta.grad, margin.grad
     log_beta.grad = margin.grad = None
@@ -236,7 +224,7 @@ def trained(rank: int, folder: str) -> None:
     whole(**batch)[0].backward()
     start = 11 * rank
     own = {**batch, **{name: batch[name][start : start + 11 + rank] for name in ("weight", "bias")}}
-    shard(**own, vocab_shard=VocabShard(None, start, SMALL.vocab))[0].backward()
+    shard(**own, vocab_shard=lc.VocabShard(None, start, SMALL.vocab))[0].backward()
     for a, b in zip(shard.parameters(), whole.parameters(), strict=True):
         assert relative_error(a.grad, b.grad) < 1e-12
         assert same_on_all_ranks(a.grad)

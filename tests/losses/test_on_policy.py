@@ -12,14 +12,8 @@ import torch
 from table import SMALL, relative_error, rollouts, students
 from torch import Tensor
 
-from liger_chunked import (
-    KeptIds,
-    LigerFusedLinearKLDivLoss,
-    LigerFusedLinearOnPolicyDistillationLoss,
-    LogitOptions,
-    linear_token_stats,
-    with_sampled_token,
-)
+import liger_chunked as lc
+from liger_chunked import with_sampled_token
 from liger_chunked.calls import altered
 
 BOUND = 1e-9  # float64: a few thousand additions round to less
@@ -32,14 +26,14 @@ def sample(seed: int = 0) -> dict[str, Tensor]:
 def test_a_teacher_in_either_form() -> None:
     given = sample()
     options: dict[str, Any] = {"softcap": 3.0, "logit_scale": 0.7, "temperature": 1.3}
-    own = LogitOptions(**options)
-    from_states = LigerFusedLinearOnPolicyDistillationLoss(temperature=1.3, teacher_options=own)(**given)
+    own = lc.LogitOptions(**options)
+    from_states = lc.LigerFusedLinearOnPolicyDistillationLoss(temperature=1.3, teacher_options=own)(**given)
     teacher = {name: given.pop(f"teacher_{name}") for name in ("weight", "input", "bias")}
     v = SMALL.vocab
     teacher = {"weight": teacher["weight"][:v], "input": teacher["input"], "bias": teacher["bias"][:v]}
-    logps = linear_token_stats(**teacher, target=given["target"], **options).logps
+    logps = lc.linear_token_stats(**teacher, target=given["target"], **options).logps
     assert logps is not None
-    for loss in (LigerFusedLinearOnPolicyDistillationLoss(temperature=1.3, logits_budget=8 * v * 5),):
+    for loss in (lc.LigerFusedLinearOnPolicyDistillationLoss(temperature=1.3, logits_budget=8 * v * 5),):
         found = loss(**given, teacher_logps=logps)
         for x, e in zip(found, from_states, strict=True):
             if isinstance(e, Tensor):
@@ -58,7 +52,7 @@ def test_the_samplers_distribution(surrogate: str) -> None:
     given = sampled()
     weight, input = given["weight"].requires_grad_(), given["input"].requires_grad_()
     z = input @ weight.T
-    keep = KeptIds.from_top_p(z, 0.7, temperature=0.9)
+    keep = lc.KeptIds.from_top_p(z, 0.7, temperature=0.9)
     z = z / 0.9
     mask = torch.zeros(12, 19, dtype=torch.bool)
     mask[torch.repeat_interleave(torch.arange(12), keep.offsets.diff()), keep.ids] = True
@@ -88,7 +82,7 @@ def test_the_samplers_distribution(surrogate: str) -> None:
         cost = -(1 + 0.5 * (1 - share)) * distance * logps
     expected = torch.where(acts, cost, 0.0).sum() / 10
     exact = torch.autograd.grad(expected, (weight, input))
-    loss = LigerFusedLinearOnPolicyDistillationLoss(surrogate=surrogate, temperature=0.9, **settings)
+    loss = lc.LigerFusedLinearOnPolicyDistillationLoss(surrogate=surrogate, temperature=0.9, **settings)
     found, metrics = loss(
         weight, input, given["teacher_weight"], given["teacher_input"], target, old_logps=old, kept=keep
     )
@@ -104,9 +98,9 @@ def test_metrics() -> None:
     given["teacher_logps"] = given.pop("ref_logps")
     counts = given["target"] != -100
     tensors = {name: given[name] for name in ("weight", "input", "target", "bias")}
-    logps = linear_token_stats(**tensors).logps
+    logps = lc.linear_token_stats(**tensors).logps
     assert logps is not None
-    bounded = LigerFusedLinearOnPolicyDistillationLoss(epsilon_low=0.1, epsilon_high=0.2, kl_coef=0.5)
+    bounded = lc.LigerFusedLinearOnPolicyDistillationLoss(epsilon_low=0.1, epsilon_high=0.2, kl_coef=0.5)
     _, metrics = bounded(**given)
     a = given["advantages"][:, None] + 0.5 * (given["teacher_logps"] - given["old_logps"])
     ratio = (logps - given["old_logps"]).exp()
@@ -114,17 +108,17 @@ def test_metrics() -> None:
     assert low > 0 and high > 0  # or the next lines would compare zeros
     assert metrics.clip_ratio_low == pytest.approx(low) and metrics.clip_ratio_high == pytest.approx(high)
     assert metrics.kl == pytest.approx((logps - given["teacher_logps"])[counts].mean())
-    _, metrics = LigerFusedLinearOnPolicyDistillationLoss()(**given)
+    _, metrics = lc.LigerFusedLinearOnPolicyDistillationLoss()(**given)
     assert metrics.clip_ratio is None
 
 
 def test_copies() -> None:
     """A copy with other options, as `HeadInput.loss` makes, uses them, and leaves the original alone."""
     given = sample()
-    loss = LigerFusedLinearOnPolicyDistillationLoss(epsilon_low=0.2)
+    loss = lc.LigerFusedLinearOnPolicyDistillationLoss(epsilon_low=0.2)
     before = loss(**given)[0]
     other = altered(loss, options=replace(loss.options, softcap=3.0))
-    exact = LigerFusedLinearOnPolicyDistillationLoss(softcap=3.0, teacher_options=LogitOptions())(**given)[0]
+    exact = lc.LigerFusedLinearOnPolicyDistillationLoss(softcap=3.0, teacher_options=lc.LogitOptions())(**given)[0]
     assert torch.equal(other(**given)[0], exact) and not torch.equal(exact, before)
     for same in (loss, copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))):
         assert torch.equal(same(**given)[0], before)
@@ -136,7 +130,7 @@ def test_prefix_weights_without_a_distance() -> None:
     leaves = {name: given[name].requires_grad_() for name in ("weight", "input")}
     target, logps = given["target"].clone(), torch.full(given["target"].shape, -2.0, dtype=torch.float64)
     target[0] = -100
-    loss = LigerFusedLinearOnPolicyDistillationLoss(surrogate="log_prob", student="old", prefix_weight=0.5)
+    loss = lc.LigerFusedLinearOnPolicyDistillationLoss(surrogate="log_prob", student="old", prefix_weight=0.5)
     found, _ = loss(**leaves, target=target, teacher_logps=logps, old_logps=logps)
     gradients = torch.autograd.grad(found, [*leaves.values()])
     assert found.detach() == 0 and not any(g.any() for g in gradients)
@@ -146,7 +140,7 @@ def test_refusals() -> None:
     given = sample()
     target, logps = given["target"], torch.zeros(given["target"].shape)
     none = {"teacher_weight": None, "teacher_input": None, "teacher_bias": None}
-    make = LigerFusedLinearOnPolicyDistillationLoss
+    make = lc.LigerFusedLinearOnPolicyDistillationLoss
     refused: list[tuple[dict[str, Any], str]] = [
         ({"target": None}, "target must be the sampled tokens, got None"),
         (none, "needs a teacher: pass teacher_weight and teacher_input, or teacher_logps, got none"),
@@ -157,13 +151,13 @@ def test_refusals() -> None:
         with pytest.raises(ValueError, match=message):
             make()(**given | changes)
     with pytest.raises(ValueError, match="teacher_options are for teacher_input, got teacher_logps"):
-        make(teacher_options=LogitOptions())(**given | none | {"teacher_logps": logps, "target": target})
+        make(teacher_options=lc.LogitOptions())(**given | none | {"teacher_logps": logps, "target": target})
 
 
 # Top-k and sampled token
 
 
-class WithoutTail(LigerFusedLinearKLDivLoss):
+class WithoutTail(lc.LigerFusedLinearKLDivLoss):
     """Distributions over the support alone, as TRL's `loss_add_tail=False`."""
 
     def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
@@ -202,11 +196,11 @@ def test_top_k_and_sampled_token(whose: str, tail: bool, reverse: bool) -> None:
     z = (given["input"] @ weight.T + given["bias"]) / 1.3
     ids = (log_q if whose == "teacher" else z.detach()).topk(5, -1).indices
 
-    stats = linear_token_stats(**teacher, target=target, candidates=ids, **options)
+    stats = lc.linear_token_stats(**teacher, target=target, candidates=ids, **options)
     assert stats.logps is not None and stats.candidate_logps is not None
     logps, support = with_sampled_token(stats.candidate_logps, ids, target, stats.logps)
     assert logps.shape == support.shape == (*target.shape, 6)
-    loss_fn = (LigerFusedLinearKLDivLoss if tail else WithoutTail)(
+    loss_fn = (lc.LigerFusedLinearKLDivLoss if tail else WithoutTail)(
         reverse=reverse, weight_hard_loss=0.0, weight_soft_loss=1.0, logits_budget=8 * v * 5, **options
     )
     loss, _ = loss_fn(**given, teacher_logps=logps, teacher_ids=support)

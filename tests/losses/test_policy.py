@@ -16,14 +16,7 @@ from table import POLICY, SMALL, Batch, Sizes, assert_same, evaluate, moved, n_v
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from liger_chunked import (
-    Clipped,
-    LigerFusedLinearGRPOLoss,
-    LigerFusedLinearPolicyBase,
-    Rollouts,
-    Surrogate,
-    linear_token_stats,
-)
+import liger_chunked as lc
 from liger_chunked.losses.grpo import LOSS_TYPES
 from liger_chunked.losses.policy import KL_ESTIMATORS
 from liger_chunked.losses.surrogates import SURROGATES, SurrogateOptions
@@ -41,16 +34,16 @@ by_surrogate = pytest.mark.parametrize("surrogate", SURROGATES)
 def grpo(
     batch: Batch, num_items: float | Tensor | None = None, accumulation_steps: int | None = None, **settings
 ) -> Tensor:
-    loss = LigerFusedLinearGRPOLoss(**settings)
+    loss = lc.LigerFusedLinearGRPOLoss(**settings)
     return loss(**batch, num_items=num_items, accumulation_steps=accumulation_steps)[0]
 
 
-class Spy(LigerFusedLinearPolicyBase):
+class Spy(lc.LigerFusedLinearPolicyBase):
     """Keeps the batches that it gets."""
 
     def __init__(self, **settings) -> None:
         super().__init__(**settings)
-        self.seen: list[Rollouts] = []
+        self.seen: list[lc.Rollouts] = []
 
     def policy_loss(self, rollouts):
         self.seen.append(rollouts)
@@ -66,7 +59,7 @@ class Spy(LigerFusedLinearPolicyBase):
 def test_ratio_is_exactly_1_on_policy(level, dtype, device):
     batch = moved(rollouts(SMALL, seed=0, old=False), dtype, device)
     spy = Spy(importance_level=level, logits_budget=9 * SMALL.vocab * dtype.itemsize)
-    _, metrics = LigerFusedLinearGRPOLoss(importance_level=level)(**batch)
+    _, metrics = lc.LigerFusedLinearGRPOLoss(importance_level=level)(**batch)
     spy(**batch)
     assert len(spy.seen) > 1
     for rollouts_ in spy.seen:
@@ -144,7 +137,7 @@ def test_loss_types_are_compositions(loss_type, quantile, steps):
     """The entropy bonus is a mean over acting tokens whatever the loss type, divided by the accumulated steps alone."""
     options = {"entropy_coef": 0.3, "top_entropy_quantile": quantile}
     options |= {"dr_grpo": {"max_completion_length": 9}, "cispo": {"epsilon_high": 1.1}}.get(loss_type, {})
-    loss = LigerFusedLinearGRPOLoss.from_loss_type(loss_type, **options)
+    loss = lc.LigerFusedLinearGRPOLoss.from_loss_type(loss_type, **options)
     composition = {name: getattr(loss, name) for name in LOSS_TYPES[loss_type]}
     assert composition["surrogate"] == SURROGATES[LOSS_TYPES[loss_type]["surrogate"]](
         **({"epsilon_high": 1.1} if loss_type == "cispo" else {})
@@ -236,7 +229,7 @@ def test_metrics(settings, ref, advantages, device):
     """Without a KL term the reference affects only the metrics. An empty completion counts in no mean."""
     batch = moved(rollouts(SMALL, seed=13, ref=ref, advantages=advantages), device=device)
     batch["target"][2] = -100
-    _, ours = LigerFusedLinearGRPOLoss(**settings, logits_budget=PACKS)(**batch)
+    _, ours = lc.LigerFusedLinearGRPOLoss(**settings, logits_budget=PACKS)(**batch)
     _, exact = eager.grpo(**batch, **settings)
     assert ours._fields == tuple(exact)
     assert (ours.kl is None) == (ref is None)
@@ -261,7 +254,7 @@ def test_metrics_take_few_launches(level, most):
             self.n += not function.is_view
             return function(*args, **(kwargs or {}))
 
-    class Counted(LigerFusedLinearGRPOLoss):
+    class Counted(lc.LigerFusedLinearGRPOLoss):
         def _metrics(self, *args: Any) -> Any:
             with Operators() as operators:
                 metrics = super()._metrics(*args)
@@ -276,7 +269,7 @@ def test_metrics_take_few_launches(level, most):
 def test_metrics_of_nothing():
     batch = rollouts(SMALL, seed=14, ref="tokens")
     batch["target"].fill_(-100)
-    _, metrics = LigerFusedLinearGRPOLoss()(**batch)
+    _, metrics = lc.LigerFusedLinearGRPOLoss()(**batch)
     extremes = ("clip_ratio_low_min", "clip_ratio_high_max")  # of the sequences with tokens, of which there is none
     of_none = {"ratio_min": math.inf, "ratio_max": -math.inf}
     for name, value in metrics._asdict().items():
@@ -286,7 +279,7 @@ def test_metrics_of_nothing():
 # A user-defined loss
 
 
-class Centred(LigerFusedLinearPolicyBase):
+class Centred(lc.LigerFusedLinearPolicyBase):
     """Subtracts the batch's mean advantage."""
 
     scope = "batch"
@@ -314,8 +307,8 @@ def test_subclass_of_the_batch(budget):
 def test_a_surrogate_as_an_object(surrogate):
     batch = rollouts(SMALL, seed=16, ref="tokens", weights="tokens")
     settings = {"group_size": 2} if surrogate == "real" else {}
-    by_name = LigerFusedLinearGRPOLoss(surrogate=surrogate, **settings)
-    loss = LigerFusedLinearGRPOLoss(surrogate=SURROGATES[surrogate](**settings))
+    by_name = lc.LigerFusedLinearGRPOLoss(surrogate=surrogate, **settings)
+    loss = lc.LigerFusedLinearGRPOLoss(surrogate=SURROGATES[surrogate](**settings))
     expected, metrics = evaluate(lambda batch: by_name(**batch)[0], batch), by_name(**batch)[1]
     for ours in (loss, pickle.loads(pickle.dumps(loss))):
         found = evaluate(lambda batch, ours=ours: ours(**batch)[0], batch)
@@ -337,7 +330,7 @@ def test_keywords_are_the_settings_of_the_surrogates():
 
 
 @dataclass(frozen=True)
-class Own(Surrogate):
+class Own(lc.Surrogate):
     """A user's, with a setting: PPO's clip."""
 
     epsilon: float = 0.2
@@ -349,7 +342,7 @@ class Own(Surrogate):
 
     def clipped(self, rollouts):
         good, bad = rollouts.advantages > 0, rollouts.advantages < 0
-        return Clipped((rollouts.ratio < 1 - self.epsilon) & bad, (rollouts.ratio > 1 + self.epsilon) & good)
+        return lc.Clipped((rollouts.ratio < 1 - self.epsilon) & bad, (rollouts.ratio > 1 + self.epsilon) & good)
 
 
 @by_level
@@ -357,7 +350,7 @@ class Own(Surrogate):
 def test_a_surrogate_of_a_user(level, budget):
     batch = rollouts(SMALL, seed=15, ref="tokens", weights="tokens")
     settings = {"importance_level": level, "beta": 0.1, "entropy_coef": 0.2}
-    loss = LigerFusedLinearGRPOLoss(surrogate=Own(epsilon=0.1), logits_budget=budget, **settings)
+    loss = lc.LigerFusedLinearGRPOLoss(surrogate=Own(epsilon=0.1), logits_budget=budget, **settings)
     exact = partial(eager.grpo, epsilon_low=0.1, epsilon_high=0.1, **settings)
     assert_same(evaluate(lambda b: loss(**b)[0], batch), evaluate(lambda b: exact(**b)[0], batch))
     ours, expected = loss(**batch)[1], exact(**batch)[1]
@@ -369,7 +362,7 @@ def test_a_surrogate_of_a_user(level, budget):
 def test_a_surrogate_of_a_user_as_a_function():
     """Losses of functions are cached: another setting, or another object without a comparison, is another loss."""
 
-    class Scaled(Surrogate):
+    class Scaled(lc.Surrogate):
         def __init__(self, factor: float) -> None:
             self.factor = factor
 
@@ -377,16 +370,16 @@ def test_a_surrogate_of_a_user_as_a_function():
             return -self.factor * rollouts.ratio * rollouts.advantages
 
     batch = rollouts(SMALL, seed=15)
-    once, twice = (LigerFusedLinearGRPOLoss(**batch, surrogate=Scaled(factor))[0] for factor in (1, 2))
+    once, twice = (lc.LigerFusedLinearGRPOLoss(**batch, surrogate=Scaled(factor))[0] for factor in (1, 2))
     torch.testing.assert_close(twice, 2 * once, rtol=EXACT, atol=0)
     assert (
-        LigerFusedLinearGRPOLoss(**batch, surrogate=Own(0.01))[0]
-        != LigerFusedLinearGRPOLoss(**batch, surrogate=Own(0.3))[0]
+        lc.LigerFusedLinearGRPOLoss(**batch, surrogate=Own(0.01))[0]
+        != lc.LigerFusedLinearGRPOLoss(**batch, surrogate=Own(0.3))[0]
     )
-    assert LigerFusedLinearGRPOLoss(**batch, surrogate=Scaled(1))[1].clip_ratio is None
+    assert lc.LigerFusedLinearGRPOLoss(**batch, surrogate=Scaled(1))[1].clip_ratio is None
 
 
-class OfTheBatch(Surrogate):
+class OfTheBatch(lc.Surrogate):
     """What the loss must know: the whole batch, weights, a reference, and a gradient by the entropy."""
 
     scope, weighs, needs_reference, token_outputs = "batch", True, True, ("entropy",)
@@ -400,7 +393,7 @@ class OfTheBatch(Surrogate):
 @pytest.mark.parametrize("budget", [None, PACKS], ids=["auto", "packs"])
 def test_what_a_surrogate_declares(budget):
     batch = rollouts(SMALL, seed=15, ref="tokens", weights="tokens")
-    loss = LigerFusedLinearGRPOLoss(surrogate=OfTheBatch(), logits_budget=budget, reduction="bnpo")
+    loss = lc.LigerFusedLinearGRPOLoss(surrogate=OfTheBatch(), logits_budget=budget, reduction="bnpo")
 
     def oracle(batch: Batch) -> Tensor:
         head = {name: batch[name] for name in ("weight", "input", "target", "bias")}
@@ -427,7 +420,7 @@ def test_what_a_loss_is_shown(scope, sides):
     spy.scope = scope
     spy(**batch)
     valid = batch["target"] != -100
-    logps = linear_token_stats(batch["weight"], batch["input"], batch["target"], batch["bias"]).logps
+    logps = lc.linear_token_stats(batch["weight"], batch["input"], batch["target"], batch["bias"]).logps
     expected = {
         "logps": logps,
         "old_logps": batch["old_logps"],

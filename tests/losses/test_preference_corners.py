@@ -13,16 +13,7 @@ import torch.nn.functional as F
 from table import SMALL, Sizes, assert_same, evaluate, pairs, relative_error
 from torch import Tensor
 
-from liger_chunked import (
-    LigerFusedLinearCPOLoss,
-    LigerFusedLinearCrossEntropyLoss,
-    LigerFusedLinearDPOLoss,
-    LigerFusedLinearORPOLoss,
-    LigerFusedLinearPreferenceBase,
-    LigerFusedLinearSimPOLoss,
-    Pairs,
-    linear_token_stats,
-)
+import liger_chunked as lc
 from liger_chunked.losses.formulas import complement, log_odds
 
 SEVERAL_CHUNKS = 8 * 9 * SMALL.vocab
@@ -43,7 +34,7 @@ def test_hard_case_12_dpo_by_settings():
     batch = pairs(Sizes(sequences=2, length=400), seed=0)
     settings = {"label_smoothing": 0.1, "beta": 0.3}
     exact = evaluate(lambda batch: eager.dpo(**batch, **settings)[0], batch)
-    loss = LigerFusedLinearDPOLoss(**settings, logits_budget=8 * 7 * SMALL.vocab)
+    loss = lc.LigerFusedLinearDPOLoss(**settings, logits_budget=8 * 7 * SMALL.vocab)
     states = {name: batch.pop(name) for name in ("ref_weight", "ref_input", "ref_bias")}
     per_token = eager.token_stats(states["ref_weight"], states["ref_input"], batch["target"], states["ref_bias"])
     forms = {"states": states, "tokens": {"ref_logps": per_token["logps"]}}
@@ -57,12 +48,12 @@ def test_hard_case_12_dpo_with_the_policy_as_reference(divergence):
     """If policy and reference agree, every score is 0. Its derivative by the log-ratio is 1, or 1/2 for JS."""
     batch = pairs(SMALL, seed=0, ref=None)
     same = {f"ref_{name}": batch[name] for name in ("weight", "input", "bias")}
-    loss = LigerFusedLinearDPOLoss(f_divergence_type=divergence)
+    loss = lc.LigerFusedLinearDPOLoss(f_divergence_type=divergence)
     value, metrics = loss(**batch, **same)
     assert float(value) == pytest.approx(math.log(2))
     assert (metrics.chosen_rewards == 0).all()
     ours = evaluate(lambda batch: loss(**batch, **same)[0], batch)
-    plain = evaluate(lambda batch: LigerFusedLinearDPOLoss()(**batch, **same)[0], batch)
+    plain = evaluate(lambda batch: lc.LigerFusedLinearDPOLoss()(**batch, **same)[0], batch)
     assert relative_error(ours["weight"], (0.5 if divergence == "js_divergence" else 1.0) * plain["weight"]) < 1e-12
 
 
@@ -74,8 +65,8 @@ def test_reference_sums_in_float64_keep_their_digits():
     ref_logps = -4e4 + torch.arange(n, dtype=torch.float64) / 1000
     seen = []
 
-    class Watched(LigerFusedLinearPreferenceBase):
-        def preference_loss(self, pairs: Pairs) -> Tensor:
+    class Watched(lc.LigerFusedLinearPreferenceBase):
+        def preference_loss(self, pairs: lc.Pairs) -> Tensor:
             seen.append(pairs.ref_logps)
             return pairs.logratios[:, 0]
 
@@ -92,11 +83,11 @@ def test_hard_case_14_orpo_nll_over_prompt_and_response():
     prompt = ((target != -100).cumsum(1) == 0) & (torch.arange(SMALL.length) > 0)
     nll_target = torch.where(prompt, 5, target)
     assert int(prompt[: SMALL.sequences // 2].sum()) > 0
-    loss = partial(LigerFusedLinearORPOLoss(logits_budget=SEVERAL_CHUNKS), nll_target=nll_target)
+    loss = partial(lc.LigerFusedLinearORPOLoss(logits_budget=SEVERAL_CHUNKS), nll_target=nll_target)
     exact = evaluate(lambda batch: eager.orpo(**batch, nll_target=nll_target), batch)
     assert_same(evaluate(lambda batch: loss(**batch)[0], batch), exact)
 
-    metrics, of_response = loss(**batch)[1], LigerFusedLinearORPOLoss()(**batch)[1]
+    metrics, of_response = loss(**batch)[1], lc.LigerFusedLinearORPOLoss()(**batch)[1]
     chosen = nll_target[: SMALL.sequences // 2]
     logits = eager.logits(batch["weight"], batch["input"], batch["bias"])[: len(chosen)]
     assert torch.isclose(metrics.nll_loss, F.cross_entropy(logits.flatten(0, 1), chosen.flatten()))
@@ -119,11 +110,11 @@ def test_a_pair_with_tokens_of_the_nll_alone_is_sorted_nowhere(loss_type):
     def apart(batch: dict[str, Tensor]) -> Tensor:
         others = [i for i in range(2 * n) if i not in of_first]
         of_sequences = {name: batch[name][others] for name in ("input", "target", "ref_logps")}
-        preference = LigerFusedLinearDPOLoss(**settings)(**{**batch, **of_sequences})[0] * (n - 1) / n
+        preference = lc.LigerFusedLinearDPOLoss(**settings)(**{**batch, **of_sequences})[0] * (n - 1) / n
         logits = eager.logits(batch["weight"], batch["input"], batch["bias"])[:n]
         return preference + 0.5 * F.cross_entropy(logits.flatten(0, 1), nll_target[:n].flatten())
 
-    loss = LigerFusedLinearDPOLoss(**settings, compute_nll_loss=True, alpha=0.5)
+    loss = lc.LigerFusedLinearDPOLoss(**settings, compute_nll_loss=True, alpha=0.5)
     assert_same(evaluate(lambda batch: loss(**batch, nll_target=nll_target)[0], batch), evaluate(apart, batch))
 
 
@@ -135,7 +126,7 @@ def test_hard_case_14_orpo_at_certainty(certain):
     batch["input"][0 if certain == "chosen" else 1] = 200.0
     if certain == "both":
         batch["input"][:] = 200.0
-    for name, value in evaluate(lambda batch: LigerFusedLinearORPOLoss()(**batch)[0], batch).items():
+    for name, value in evaluate(lambda batch: lc.LigerFusedLinearORPOLoss()(**batch)[0], batch).items():
         assert value.isfinite().all(), name
 
 
@@ -160,7 +151,7 @@ def test_hard_case_14_cpo_sums_and_simpo_averages(loss_type):
     lengths = (batch["target"] != -100).sum(1)
     sums = eager.token_stats(batch["weight"], batch["input"], batch["target"], batch["bias"])["logps"].sum(1)
     expected = sums / lengths if loss_type in ("ipo", "simpo") else sums
-    metrics = LigerFusedLinearCPOLoss(loss_type=loss_type, beta=0.2)(**batch)[1]
+    metrics = lc.LigerFusedLinearCPOLoss(loss_type=loss_type, beta=0.2)(**batch)[1]
     assert torch.allclose(torch.cat([metrics.chosen_logps, metrics.rejected_logps]), expected)
     assert torch.allclose(torch.cat([metrics.chosen_rewards, metrics.rejected_rewards]), 0.2 * expected)
 
@@ -173,7 +164,7 @@ def test_hard_case_14_cpo_sums_and_simpo_averages(loss_type):
 def test_focal_loss_at_certainty(gamma):
     """A probability of exactly 1 costs nothing, and its gradient is 0, not NaN."""
     batch = {"weight": torch.eye(3), "input": torch.tensor([[300.0, 0.0, 0.0]]), "target": torch.tensor([0])}
-    loss = LigerFusedLinearCrossEntropyLoss(focal_gamma=gamma)
+    loss = lc.LigerFusedLinearCrossEntropyLoss(focal_gamma=gamma)
     result = evaluate(lambda batch: loss(**batch), batch)
     assert result["loss"] == 0
     assert (result["weight"] == 0).all()
@@ -189,13 +180,13 @@ def dpo_without_reference(*, use_ref_model: bool, **given: Any) -> Tensor:
 
 # Whose log-probabilities are sums, and whose are means over tokens.
 SIDES = {
-    "cpo": (LigerFusedLinearCPOLoss, {}, eager.cpo),
-    "cpo-ipo": (LigerFusedLinearCPOLoss, {"loss_type": "ipo"}, eager.cpo),
-    "alphapo-mean": (LigerFusedLinearCPOLoss, {"alphapo_alpha": -0.3, "loss_type": "simpo"}, eager.cpo),
-    "orpo": (LigerFusedLinearORPOLoss, {}, eager.orpo),
-    "simpo": (LigerFusedLinearSimPOLoss, {}, eager.simpo),
-    "dpo": (LigerFusedLinearDPOLoss, {"use_ref_model": False}, dpo_without_reference),
-    "ipo": (LigerFusedLinearDPOLoss, {"use_ref_model": False, "loss_type": "ipo"}, dpo_without_reference),
+    "cpo": (lc.LigerFusedLinearCPOLoss, {}, eager.cpo),
+    "cpo-ipo": (lc.LigerFusedLinearCPOLoss, {"loss_type": "ipo"}, eager.cpo),
+    "alphapo-mean": (lc.LigerFusedLinearCPOLoss, {"alphapo_alpha": -0.3, "loss_type": "simpo"}, eager.cpo),
+    "orpo": (lc.LigerFusedLinearORPOLoss, {}, eager.orpo),
+    "simpo": (lc.LigerFusedLinearSimPOLoss, {}, eager.simpo),
+    "dpo": (lc.LigerFusedLinearDPOLoss, {"use_ref_model": False}, dpo_without_reference),
+    "ipo": (lc.LigerFusedLinearDPOLoss, {"use_ref_model": False, "loss_type": "ipo"}, dpo_without_reference),
 }
 HALF = SMALL.sequences // 2
 EMPTY = {
@@ -252,8 +243,8 @@ def test_positive_reference_log_probabilities_warn():
     torch.manual_seed(0)
     weight, hidden, target = torch.randn(11, 4), torch.randn(4, 3, 4), torch.randint(11, (4, 3))
     target[:, 0] = -100
-    logps = linear_token_stats(weight, hidden, target).logps
-    loss = LigerFusedLinearDPOLoss()
+    logps = lc.linear_token_stats(weight, hidden, target).logps
+    loss = lc.LigerFusedLinearDPOLoss()
     for losses in (-logps, -logps.sum(-1)):
         with pytest.warns(UserWarning, match=r"ref_logps is above 0 on average, up to [\d.]+, .* not losses"):
             loss(weight, hidden, target, ref_logps=losses)

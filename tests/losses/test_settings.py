@@ -25,26 +25,7 @@ from table import (
     with_attributes,
 )
 
-from liger_chunked import (
-    LigerCrossEntropyLoss,
-    LigerFusedLinearBCOLoss,
-    LigerFusedLinearCosineSimilarityLoss,
-    LigerFusedLinearCPOLoss,
-    LigerFusedLinearCrossEntropyLoss,
-    LigerFusedLinearDPOLoss,
-    LigerFusedLinearDraftLoss,
-    LigerFusedLinearGRPOLoss,
-    LigerFusedLinearJSDLoss,
-    LigerFusedLinearKLDivLoss,
-    LigerFusedLinearKTOLoss,
-    LigerFusedLinearOnPolicyDistillationLoss,
-    LigerFusedLinearORPOLoss,
-    LigerFusedLinearSimPOLoss,
-    LigerFusedLinearTVDLoss,
-    LigerFusedLinearULDLoss,
-    LogitOptions,
-    linear_token_stats,
-)
+import liger_chunked as lc
 from liger_chunked.engine import choose
 from liger_chunked.losses import cpo, dpo, kto
 from liger_chunked.losses.surrogates import SURROGATES
@@ -52,7 +33,7 @@ from liger_chunked.losses.surrogates import SURROGATES
 
 def parameters_of(loss: Any) -> dict[str, inspect.Parameter]:
     """Return the parameters of a constructor, and those of the surrogates that it takes by name."""
-    kinds = SURROGATES.values() if loss is LigerFusedLinearGRPOLoss else ()
+    kinds = SURROGATES.values() if loss is lc.LigerFusedLinearGRPOLoss else ()
     return {name: p for kind in (loss, *kinds) for name, p in inspect.signature(kind).parameters.items()}
 
 
@@ -71,18 +52,18 @@ def assert_equal(changed: Any, fresh: Any, batch: Batch) -> None:
 def test_a_setting_of_a_finished_loss_cannot_be_set():
     """It would have half its effect: `surrogate` without its bounds, `loss_types` without their checks."""
     made = [loss(**kind) for loss, kind, _ in OF_EVERY_KIND]
-    for loss in (*made, LigerCrossEntropyLoss(), copy.deepcopy(made[0]), pickle.loads(pickle.dumps(made[0]))):
+    for loss in (*made, lc.LigerCrossEntropyLoss(), copy.deepcopy(made[0]), pickle.loads(pickle.dumps(made[0]))):
         buffers = {name for name, _ in loss.named_buffers()} | {"weight", "ce_weight"}  # of classes, read by each call
         for name in {*parameters_of(type(loss)), "options"} - buffers:
             message = f"^{type(loss).__name__}.{name} cannot be set: build a new {type(loss).__name__}"
             with pytest.raises(AttributeError, match=message):
                 setattr(loss, name, 0.5)
     with pytest.raises(AttributeError, match="cannot assign to field 'epsilon_low'"):
-        LigerFusedLinearGRPOLoss().surrogate.epsilon_low = 0.1  # type: ignore[attr-defined]
+        lc.LigerFusedLinearGRPOLoss().surrogate.epsilon_low = 0.1  # type: ignore[attr-defined]
 
 
 def test_what_else_is_set_of_a_finished_loss():
-    class Scheduled(LigerFusedLinearDPOLoss):
+    class Scheduled(lc.LigerFusedLinearDPOLoss):
         def __init__(self, margin: float = 0.0) -> None:
             self.beta = 0.3  # the base sets it again
             super().__init__()
@@ -106,7 +87,7 @@ def test_what_else_is_set_of_a_finished_loss():
 # Options whose other values change results in every loss that takes them: by name, such values.
 CHANGES: dict[str, list[Any]] = {
     "ignore_index": [1], "softcap": [2.0], "logit_scale": [1.7], "temperature": [0.6],
-    "teacher_options": [LogitOptions(temperature=2.0), LogitOptions(softcap=2.0), LogitOptions(logit_scale=-1.0)],
+    "teacher_options": [lc.LogitOptions(**x) for x in ({"temperature": 2.0}, {"softcap": 2.0}, {"logit_scale": -1.0})],
     "beta": [0.3], "label_smoothing": [0.2], "average_log_prob": [True], "ld_alpha": [0.4], "alpha": [0.5],
     "compute_nll_loss": [True], "loss_weights": [[0.5]], "use_weighting": [True], "discopop_tau": [1.0],
     "f_divergence_type": ["forward_kl", "js_divergence", "alpha_divergence"], "f_alpha_divergence_coef": [0.3],
@@ -160,7 +141,7 @@ def of_teachers() -> list[Batch]:
 # Every kind of loss: the class, the settings that choose the kind, and batches of which one must show each option.
 OF_EVERY_KIND: list[tuple[Any, dict[str, Any], Callable[[], list[Batch]]]] = [
     *(
-        (LigerFusedLinearDPOLoss, settings, lambda: [pairs(SMALL, seed=3, ref="tokens")])
+        (lc.LigerFusedLinearDPOLoss, settings, lambda: [pairs(SMALL, seed=3, ref="tokens")])
         for settings in (
             *({"loss_type": name} for name in dpo.LOSS_TYPES if name != "exo_pair"),
             {"loss_type": "exo_pair", "label_smoothing": 0.1},
@@ -171,48 +152,48 @@ OF_EVERY_KIND: list[tuple[Any, dict[str, Any], Callable[[], list[Batch]]]] = [
     *(
         (loss, settings, lambda: [pairs(SMALL, seed=3, ref=None)])
         for loss, settings in (
-            *((LigerFusedLinearCPOLoss, {"loss_type": name}) for name in cpo.LOSS_TYPES),
-            *((LigerFusedLinearSimPOLoss, {"loss_type": name}) for name in ("sigmoid", "hinge")),
-            (LigerFusedLinearORPOLoss, {}),
+            *((lc.LigerFusedLinearCPOLoss, {"loss_type": name}) for name in cpo.LOSS_TYPES),
+            *((lc.LigerFusedLinearSimPOLoss, {"loss_type": name}) for name in ("sigmoid", "hinge")),
+            (lc.LigerFusedLinearORPOLoss, {}),
         )
     ),
     *(
         (
-            LigerFusedLinearKTOLoss,
+            lc.LigerFusedLinearKTOLoss,
             {"loss_type": name},
             lambda point=point: [examples(SMALL, seed=3, ref="tokens") | ({"kl": 1.0} if point == "kl" else {})],
         )
         for name, point in kto.LOSS_TYPES.items()
     ),
-    (LigerFusedLinearBCOLoss, {}, lambda: [examples(SMALL, seed=3, ref="tokens") | {"delta": 0.1}]),
+    (lc.LigerFusedLinearBCOLoss, {}, lambda: [examples(SMALL, seed=3, ref="tokens") | {"delta": 0.1}]),
     *(
-        (LigerFusedLinearGRPOLoss, {"surrogate": name, **of_real, **kl}, of_far_rollouts)
+        (lc.LigerFusedLinearGRPOLoss, {"surrogate": name, **of_real, **kl}, of_far_rollouts)
         for name in SURROGATES
         for of_real in [{"group_size": 2} if name == "real" else {}]
         for kl in ({}, {"beta": 0.3}, {"beta": 0.3, "use_bias_correction_kl": False})
     ),
     *(
-        (LigerFusedLinearOnPolicyDistillationLoss, {"surrogate": name, "student": student}, of_teachers)
+        (lc.LigerFusedLinearOnPolicyDistillationLoss, {"surrogate": name, "student": student}, of_teachers)
         for name in ("clip", "truncate", "log_prob")
         for student in ("old", "current")
     ),
-    (LigerFusedLinearCrossEntropyLoss, {}, lambda: [tokens(SMALL, seed=3)]),
+    (lc.LigerFusedLinearCrossEntropyLoss, {}, lambda: [tokens(SMALL, seed=3)]),
     *(
         (loss, {}, lambda: [students(SMALL, seed=3)])
         for loss in (
-            LigerFusedLinearJSDLoss,
-            LigerFusedLinearKLDivLoss,
-            LigerFusedLinearTVDLoss,
-            LigerFusedLinearCosineSimilarityLoss,
+            lc.LigerFusedLinearJSDLoss,
+            lc.LigerFusedLinearKLDivLoss,
+            lc.LigerFusedLinearTVDLoss,
+            lc.LigerFusedLinearCosineSimilarityLoss,
         )
     ),
     (
-        LigerFusedLinearULDLoss,
+        lc.LigerFusedLinearULDLoss,
         {},
         lambda: [{name: x for name, x in students(SMALL, seed=3).items() if name != "target"}],
     ),
-    (LigerFusedLinearDraftLoss, {}, lambda: [drafts(SMALL, seed=3, steps=2)]),
-    (LigerFusedLinearDraftLoss, {"divergence": "jsd"}, lambda: [drafts(SMALL, seed=3, steps=2)]),
+    (lc.LigerFusedLinearDraftLoss, {}, lambda: [drafts(SMALL, seed=3, steps=2)]),
+    (lc.LigerFusedLinearDraftLoss, {"divergence": "jsd"}, lambda: [drafts(SMALL, seed=3, steps=2)]),
 ]
 
 
@@ -223,7 +204,7 @@ READS_BETA = [
     pytest.param(*case, id=name)
     for name, case in zip(BY_KIND, OF_EVERY_KIND, strict=True)
     if "beta" in parameters_of(case[0]) and "beta" not in case[1] and case[1].get("loss_type") != "sft"
-    if case[0] is not LigerFusedLinearDraftLoss or case[1].get("divergence") == "jsd"
+    if case[0] is not lc.LigerFusedLinearDraftLoss or case[1].get("divergence") == "jsd"
 ]
 
 
@@ -272,8 +253,8 @@ def test_an_option_has_an_effect_or_is_refused(loss, kind, batches):
 @pytest.mark.parametrize(
     ("loss", "settings"),
     [
-        (LigerFusedLinearDPOLoss, dpo.DPOSettings),
-        (LigerFusedLinearCPOLoss, cpo.CPOSettings),
+        (lc.LigerFusedLinearDPOLoss, dpo.DPOSettings),
+        (lc.LigerFusedLinearCPOLoss, cpo.CPOSettings),
     ],
 )
 def test_defaults_are_those_of_the_constructor(loss, settings):
@@ -291,16 +272,16 @@ NAN, INF = float("nan"), float("inf")
 
 # By loss and setting, values outside of its range.
 OUTSIDE: list[tuple[Any, dict[str, Any], float]] = [
-    (LigerFusedLinearDPOLoss, {"label_smoothing": 1.1}, 1.1),
-    (LigerFusedLinearDPOLoss, {"beta": -0.1}, -0.1),
-    (LigerFusedLinearDPOLoss, {"discopop_tau": 0.0, "loss_type": "discopop"}, 0.0),
-    (LigerFusedLinearKTOLoss, {"undesirable_weight": -0.1}, -0.1),
-    (LigerFusedLinearGRPOLoss, {"top_entropy_quantile": 1.1}, 1.1),
-    (LigerFusedLinearGRPOLoss, {"delta": 0.0}, 0.0),
-    (LigerFusedLinearGRPOLoss, {"clip_cov_ratio": 0.0, "surrogate": "clip_cov"}, 0.0),
-    (LigerFusedLinearCrossEntropyLoss, {"focal_gamma": -0.1}, -0.1),
-    (LigerFusedLinearKLDivLoss, {"skew": 1.0}, 1.0),
-    (LigerFusedLinearJSDLoss, {"weight_soft_loss": -0.1}, -0.1),
+    (lc.LigerFusedLinearDPOLoss, {"label_smoothing": 1.1}, 1.1),
+    (lc.LigerFusedLinearDPOLoss, {"beta": -0.1}, -0.1),
+    (lc.LigerFusedLinearDPOLoss, {"discopop_tau": 0.0, "loss_type": "discopop"}, 0.0),
+    (lc.LigerFusedLinearKTOLoss, {"undesirable_weight": -0.1}, -0.1),
+    (lc.LigerFusedLinearGRPOLoss, {"top_entropy_quantile": 1.1}, 1.1),
+    (lc.LigerFusedLinearGRPOLoss, {"delta": 0.0}, 0.0),
+    (lc.LigerFusedLinearGRPOLoss, {"clip_cov_ratio": 0.0, "surrogate": "clip_cov"}, 0.0),
+    (lc.LigerFusedLinearCrossEntropyLoss, {"focal_gamma": -0.1}, -0.1),
+    (lc.LigerFusedLinearKLDivLoss, {"skew": 1.0}, 1.0),
+    (lc.LigerFusedLinearJSDLoss, {"weight_soft_loss": -0.1}, -0.1),
 ]
 
 
@@ -328,10 +309,10 @@ def test_a_setting_is_a_finite_number():
 
 def test_an_infinite_epsilon_is_no_bound():
     batch = rollouts(SMALL, seed=0)
-    free = LigerFusedLinearGRPOLoss(epsilon_low=INF, epsilon_high=INF)
+    free = lc.LigerFusedLinearGRPOLoss(epsilon_low=INF, epsilon_high=INF)
     ours, plain = (
         evaluate(lambda batch, loss=loss: loss(**batch)[0], batch)
-        for loss in (free, LigerFusedLinearGRPOLoss(surrogate="reinforce"))
+        for loss in (free, lc.LigerFusedLinearGRPOLoss(surrogate="reinforce"))
     )
     assert all(torch.equal(ours[name], plain[name]) for name in plain)
     assert free(**batch)[1].clip_ratio == 0
@@ -339,12 +320,12 @@ def test_an_infinite_epsilon_is_no_bound():
 
 def test_numbers_of_a_call_and_of_lists():
     with pytest.raises(ValueError, match=r"^loss_weights\[1\] must be finite, got nan$"):
-        LigerFusedLinearDPOLoss(loss_type=["sigmoid", "sft"], loss_weights=[1.0, NAN])
+        lc.LigerFusedLinearDPOLoss(loss_type=["sigmoid", "sft"], loss_weights=[1.0, NAN])
     with pytest.raises(TypeError, match=r"^max_completion_length must be an int or None, got 8.5, a float$"):
-        LigerFusedLinearGRPOLoss(reduction="dr_grpo", max_completion_length=8.5)
+        lc.LigerFusedLinearGRPOLoss(reduction="dr_grpo", max_completion_length=8.5)
     for num_items in (NAN, INF, -1):
         with pytest.raises(ValueError, match=f"^num_items must be finite and not negative, got {num_items}$"):
-            LigerFusedLinearJSDLoss()(**students(SMALL, seed=0), num_items=num_items)
+            lc.LigerFusedLinearJSDLoss()(**students(SMALL, seed=0), num_items=num_items)
 
 
 # Budgets
@@ -355,8 +336,8 @@ def test_numbers_of_a_call_and_of_lists():
     [(1000.0, 1000), ("1e3", 1000), ("1kB", 1000), ("1 gb", 10**9), ("512MiB", 512 << 20), ("0.5GiB", 512 << 20)],
 )
 def test_a_budget_in_bytes_or_with_a_unit(spelt, size):
-    options = LigerFusedLinearJSDLoss(logits_budget=spelt).options
-    assert options == LogitOptions(logits_budget=size) and type(options.logits_budget) is int
+    options = lc.LigerFusedLinearJSDLoss(logits_budget=spelt).options
+    assert options == lc.LogitOptions(logits_budget=size) and type(options.logits_budget) is int
 
 
 # A vocabulary of a model's size, with minimal hidden states.
@@ -368,9 +349,9 @@ ROW = 32768 * 4
 @pytest.mark.parametrize(
     "call",
     [
-        lambda budget: linear_token_stats(**LARGE, logits_budget=budget),
-        lambda budget: LigerFusedLinearCrossEntropyLoss(logits_budget=budget)(**LARGE),
-        lambda budget: LigerFusedLinearJSDLoss(logits_budget=2 * budget)(
+        lambda budget: lc.linear_token_stats(**LARGE, logits_budget=budget),
+        lambda budget: lc.LigerFusedLinearCrossEntropyLoss(logits_budget=budget)(**LARGE),
+        lambda budget: lc.LigerFusedLinearJSDLoss(logits_budget=2 * budget)(
             **LARGE, teacher_weight=LARGE["weight"], teacher_input=LARGE["input"]
         ),
     ],
@@ -387,5 +368,5 @@ def test_a_budget_of_a_few_rows(call):
 
 def test_help_of_a_constructor_is_that_of_its_class():
     """It was nn.Module's: "Initialize internal Module state"."""
-    for cls in (LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss, LigerFusedLinearCrossEntropyLoss):
+    for cls in (lc.LigerFusedLinearDPOLoss, lc.LigerFusedLinearGRPOLoss, lc.LigerFusedLinearCrossEntropyLoss):
         assert inspect.getdoc(cls.__init__) == inspect.getdoc(cls) and "Args:" in inspect.getdoc(cls.__init__)

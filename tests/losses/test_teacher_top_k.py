@@ -12,12 +12,7 @@ from eager.distillation import divergence
 from table import Batch, assert_same, evaluate
 from torch import Tensor
 
-from liger_chunked import (
-    LigerFusedLinearJSDLoss,
-    LigerFusedLinearKLDivLoss,
-    LigerFusedLinearTVDLoss,
-    TopK,
-)
+import liger_chunked as lc
 
 V, K, N, H = 23, 4, 6, 5
 SOFT = {"weight_soft_loss": 1.0, "weight_hard_loss": 0.0}
@@ -35,10 +30,10 @@ def tensors(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 # By the oracle's name of their divergence.
 LOSSES: dict[str, Any] = {
-    "kl": LigerFusedLinearKLDivLoss(**SOFT, temperature=2.0),
-    "reverse_kl": LigerFusedLinearKLDivLoss(**SOFT, reverse=True, temperature=2.0),
-    "jsd": LigerFusedLinearJSDLoss(**SOFT, temperature=2.0),
-    "tvd": LigerFusedLinearTVDLoss(**SOFT, temperature=2.0),
+    "kl": lc.LigerFusedLinearKLDivLoss(**SOFT, temperature=2.0),
+    "reverse_kl": lc.LigerFusedLinearKLDivLoss(**SOFT, reverse=True, temperature=2.0),
+    "jsd": lc.LigerFusedLinearJSDLoss(**SOFT, temperature=2.0),
+    "tvd": lc.LigerFusedLinearTVDLoss(**SOFT, temperature=2.0),
 }
 
 
@@ -55,7 +50,7 @@ def test_value_and_gradient_are_those_of_the_formula(name: str, tail: Any) -> No
         return eager.distillation(**b, teacher_logps=logps, teacher_ids=ids, name=name, temperature=2.0, **SOFT)[0]
 
     batch = {"weight": weight, "input": hidden, "target": target}
-    ours = evaluate(lambda b: LOSSES[name](**b, teacher=TopK(ids, logps, 2.0, tail))[0], batch)
+    ours = evaluate(lambda b: LOSSES[name](**b, teacher=lc.TopK(ids, logps, 2.0, tail))[0], batch)
     assert_same(ours, evaluate(exact, batch), 1e-9)
 
 
@@ -63,28 +58,28 @@ def test_a_loss_at_another_temperature_is_refused() -> None:
     weight, hidden, target, teacher_logits = tensors()
     logps, ids = teacher_logits.log_softmax(-1).topk(K)
     with pytest.raises(ValueError, match=r"at temperature 1.0, the loss has temperature=2.0"):
-        LOSSES["kl"](weight, hidden, target=target, teacher=TopK(ids, logps))
+        LOSSES["kl"](weight, hidden, target=target, teacher=lc.TopK(ids, logps))
 
 
 def test_renormalized_log_probabilities_warn_where_a_tail_is_expected() -> None:
     """They would push all other tokens to probability 0, without a word: the tail's bin is 1e-7 for the teacher."""
     weight, hidden, target, teacher_logits = tensors()
     logps, ids = teacher_logits.log_softmax(-1).topk(K)
-    loss = LigerFusedLinearKLDivLoss(**SOFT)
+    loss = lc.LigerFusedLinearKLDivLoss(**SOFT)
     renormalized = logps.log_softmax(-1)
     with pytest.warns(UserWarning, match="sum to 1 over k=4 of 23 tokens"):
-        wrong = loss(weight, hidden, target=target, teacher=TopK(ids, renormalized))[0]
+        wrong = loss(weight, hidden, target=target, teacher=lc.TopK(ids, renormalized))[0]
     with pytest.warns(UserWarning, match="sum to 1 over k=4 of 23 tokens"):
         loss(weight, hidden, target=target, teacher_logps=renormalized.half(), teacher_ids=ids)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        by_bin = loss(weight, hidden, target=target, teacher=TopK(ids, logps))[0]
-        loss(weight, hidden, target=target, teacher=TopK(ids, renormalized, tail="renormalize"))
+        by_bin = loss(weight, hidden, target=target, teacher=lc.TopK(ids, logps))[0]
+        loss(weight, hidden, target=target, teacher=lc.TopK(ids, renormalized, tail="renormalize"))
         sure = logps.clone()
         sure[0] = torch.tensor([0.0, -50.0, -50.0, -50.0])  # one teacher that is sure is no reason to warn
-        loss(weight, hidden, target=target, teacher=TopK(ids, sure))
+        loss(weight, hidden, target=target, teacher=lc.TopK(ids, sure))
         whole, every = teacher_logits.log_softmax(-1).topk(V)
-        loss(weight, hidden, target=target, teacher=TopK(every, whole))
+        loss(weight, hidden, target=target, teacher=lc.TopK(every, whole))
     assert wrong > 1.2 * by_bin
 
 
@@ -101,4 +96,4 @@ def test_renormalized_log_probabilities_warn_where_a_tail_is_expected() -> None:
 def test_a_wrong_top_k_is_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     given = {"ids": torch.zeros(2, 3, dtype=torch.int64), "logps": torch.zeros(2, 3)} | arguments
     with pytest.raises(error, match=message):
-        TopK(**given)
+        lc.TopK(**given)

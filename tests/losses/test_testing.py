@@ -7,34 +7,20 @@ import torch
 import torch.nn.functional as F
 from table import SMALL, pairs, students
 
-from liger_chunked import (
-    LigerFusedLinearBCOLoss,
-    LigerFusedLinearCosineSimilarityLoss,
-    LigerFusedLinearCrossEntropyLoss,
-    LigerFusedLinearDistillationBase,
-    LigerFusedLinearDPOLoss,
-    LigerFusedLinearGRPOLoss,
-    LigerFusedLinearJSDLoss,
-    LigerFusedLinearKLDivLoss,
-    LigerFusedLinearKTOLoss,
-    LigerFusedLinearORPOLoss,
-    LigerFusedLinearPolicyBase,
-    LigerFusedLinearPreferenceBase,
-    LigerFusedLinearSimPOLoss,
-)
+import liger_chunked as lc
 from liger_chunked.testing import check_loss
 
 CLASS_WEIGHT = torch.rand(13, generator=torch.Generator().manual_seed(0)) + 0.5
 
 
-class Logits(LigerFusedLinearDistillationBase):
+class Logits(lc.LigerFusedLinearDistillationBase):
     """A user's distillation loss."""
 
     def divergence(self, student_logits, teacher_logits):
         return (student_logits - teacher_logits).square().mean(-1)
 
 
-class Entropic(LigerFusedLinearPreferenceBase):
+class Entropic(lc.LigerFusedLinearPreferenceBase):
     """A user's preference loss, which reads another statistic."""
 
     token_outputs = ("entropy",)
@@ -45,23 +31,23 @@ class Entropic(LigerFusedLinearPreferenceBase):
 
 
 RIGHT = {
-    "ce": LigerFusedLinearCrossEntropyLoss(),
-    "ce-all": LigerFusedLinearCrossEntropyLoss(
+    "ce": lc.LigerFusedLinearCrossEntropyLoss(),
+    "ce-all": lc.LigerFusedLinearCrossEntropyLoss(
         label_smoothing=0.1, lse_square_scale=0.01, ce_weight=CLASS_WEIGHT, entropy_weight=0.1, softcap=5.0
     ),
-    "ce-none": LigerFusedLinearCrossEntropyLoss(reduction="none", return_token_accuracy=True),
-    "dpo-aot": LigerFusedLinearDPOLoss(loss_type="aot"),
-    "dpo-all": LigerFusedLinearDPOLoss(
+    "ce-none": lc.LigerFusedLinearCrossEntropyLoss(reduction="none", return_token_accuracy=True),
+    "dpo-aot": lc.LigerFusedLinearDPOLoss(loss_type="aot"),
+    "dpo-all": lc.LigerFusedLinearDPOLoss(
         beta=0.3, ld_alpha=0.5, use_weighting=True, f_divergence_type="forward_kl", compute_nll_loss=True, temperature=2
     ),
-    "orpo": LigerFusedLinearORPOLoss(ignore_index=-1),
-    "simpo": LigerFusedLinearSimPOLoss(logit_scale=0.5),
-    "kto": LigerFusedLinearKTOLoss(),
-    "bco": LigerFusedLinearBCOLoss(),
-    "grpo": LigerFusedLinearGRPOLoss(beta=0.1, importance_level="sequence"),
-    "grpo-top": LigerFusedLinearGRPOLoss(entropy_coef=0.1, top_entropy_quantile=0.5),
-    "jsd": LigerFusedLinearJSDLoss(beta=0.3, temperature=2.0),
-    "cosine": LigerFusedLinearCosineSimilarityLoss(),
+    "orpo": lc.LigerFusedLinearORPOLoss(ignore_index=-1),
+    "simpo": lc.LigerFusedLinearSimPOLoss(logit_scale=0.5),
+    "kto": lc.LigerFusedLinearKTOLoss(),
+    "bco": lc.LigerFusedLinearBCOLoss(),
+    "grpo": lc.LigerFusedLinearGRPOLoss(beta=0.1, importance_level="sequence"),
+    "grpo-top": lc.LigerFusedLinearGRPOLoss(entropy_coef=0.1, top_entropy_quantile=0.5),
+    "jsd": lc.LigerFusedLinearJSDLoss(beta=0.3, temperature=2.0),
+    "cosine": lc.LigerFusedLinearCosineSimilarityLoss(),
     "own-divergence": Logits(),
     "own-pairs": Entropic(),
 }
@@ -79,19 +65,19 @@ def test_a_right_loss_passes(case):
 
 def test_a_batch_of_the_users_own():
     batch = {name: x.float() if x.is_floating_point() else x for name, x in pairs(SMALL, seed=1).items()}
-    report = check_loss(LigerFusedLinearDPOLoss(), batch)
-    assert report.loss == pytest.approx(LigerFusedLinearDPOLoss()(**batch)[0].item(), rel=1e-5)
+    report = check_loss(lc.LigerFusedLinearDPOLoss(), batch)
+    assert report.loss == pytest.approx(lc.LigerFusedLinearDPOLoss()(**batch)[0].item(), rel=1e-5)
     teacher = students(SMALL, seed=1)
     teacher.pop("target")  # every token counts if there is no target
-    assert check_loss(LigerFusedLinearJSDLoss(), teacher).tokens == SMALL.sequences * SMALL.length
+    assert check_loss(lc.LigerFusedLinearJSDLoss(), teacher).tokens == SMALL.sequences * SMALL.length
     with pytest.raises(ValueError, match="needs a batch with teacher_weight and teacher_input"):
-        check_loss(LigerFusedLinearJSDLoss(), students(SMALL, seed=1, top_k=3) | {"teacher_weight": None})
+        check_loss(lc.LigerFusedLinearJSDLoss(), students(SMALL, seed=1, top_k=3) | {"teacher_weight": None})
 
 
 # Mistakes
 
 
-class Pair(LigerFusedLinearPreferenceBase):
+class Pair(lc.LigerFusedLinearPreferenceBase):
     """A correct loss. The classes below are wrong versions of it."""
 
     def preference_loss(self, pairs):
@@ -112,12 +98,12 @@ class Sorted(Pair):
         return -F.logsigmoid(pairs.logps[:, 0].sort().values - pairs.logps[:, 1].sort().values)
 
 
-class CentredCompletions(LigerFusedLinearPolicyBase):
+class CentredCompletions(lc.LigerFusedLinearPolicyBase):
     def policy_loss(self, rollouts):
         return (rollouts.logps - rollouts.logps.mean(0)).square()
 
 
-class CentredRows(LigerFusedLinearDistillationBase):
+class CentredRows(lc.LigerFusedLinearDistillationBase):
     def divergence(self, student_logits, teacher_logits):
         return (student_logits - teacher_logits - student_logits.mean(0)).square().sum(-1)
 
@@ -151,7 +137,7 @@ class Stateful(Pair):
         return self.margins(pairs) * self.calls
 
 
-class OwnForward(LigerFusedLinearKLDivLoss):
+class OwnForward(lc.LigerFusedLinearKLDivLoss):
     def divergence(self, student_logits, teacher_logits):
         return 2 * super().divergence(student_logits, teacher_logits)
 
@@ -180,7 +166,7 @@ def test_a_mistake_is_found_and_named(loss, seed):
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
-    "loss", [LigerFusedLinearDPOLoss, torch.nn.Linear(2, 2), None], ids=["class", "module", "none"]
+    "loss", [lc.LigerFusedLinearDPOLoss, torch.nn.Linear(2, 2), None], ids=["class", "module", "none"]
 )
 def test_what_is_no_loss(loss):
     with pytest.raises(TypeError, match="loss must be an instance of LigerFusedLinearPreferenceBase"):

@@ -18,16 +18,8 @@ from peft import LoraConfig, get_peft_model
 from spies import Memory, flop_counter
 
 import liger_chunked
-from liger_chunked import (
-    AdaptedWeight,
-    KeptIds,
-    apply_liger_kernel,
-    defer_logits,
-    next_tokens,
-    perplexity,
-    score,
-    teacher_top_k,
-)
+import liger_chunked as lc
+from liger_chunked import apply_liger_kernel, defer_logits, next_tokens, perplexity, score, teacher_top_k
 from liger_chunked.types import OUTPUTS, Head
 
 # A plain head, a softcap, a scale, a bias and layer norms, experts, tied weights, an encoder and a decoder.
@@ -123,7 +115,7 @@ def test_heads_and_tensors(bias: bool) -> None:
     target[1, 0] = -100
     expected = token_stats(linear.weight, hidden, target, linear.bias, outputs=OUTPUTS, softcap=3.0)
     tensors = (linear.weight, hidden, linear.bias) if bias else (linear.weight, hidden)
-    adapted = AdaptedWeight(linear.weight, torch.zeros(32, 2, dtype=torch.float64), lambda x: x[..., :2])
+    adapted = lc.AdaptedWeight(linear.weight, torch.zeros(32, 2, dtype=torch.float64), lambda x: x[..., :2])
     for found in (
         score(Head(linear.weight, linear.bias), (hidden, target), OUTPUTS, softcap=3.0),
         score(tensors, target, OUTPUTS, softcap=3.0),
@@ -138,7 +130,7 @@ def test_heads_and_tensors(bias: bool) -> None:
 
 def test_options_of_linear_token_stats_pass_through() -> None:
     weight, hidden, target = torch.randn(11, 4), torch.randn(3, 4), torch.tensor([7, 5, -100])
-    kept = KeptIds.from_lists([[7, 3], [5], []])
+    kept = lc.KeptIds.from_lists([[7, 3], [5], []])
     expected = liger_chunked.linear_token_stats(weight, hidden, target, kept=kept).logps
     assert torch.equal(score((weight, hidden), target, ("logps",), kept=kept).logps, expected)
     candidates = torch.tensor([[1, 2]] * 3)
