@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from spies import noted
 from table import SMALL, evaluate, relative_error, students
-from test_distillation import LOSSES, SOFT, SymmetricKL
+from test_distillation import LOSSES, SOFT
+from test_extension import SymmetricKL
 
 from liger_chunked.engine import cutting
 from liger_chunked.engine.sink import Sink

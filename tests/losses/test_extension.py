@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import eager
 import pytest
 import torch
 import torch.nn.functional as F
-from table import SMALL, Batch, assert_same, evaluate, moved, pairs, students
+from table import SMALL, Batch, assert_same, evaluate, examples, moved, pairs, rollouts, students
 from torch import Tensor
 
 from liger_chunked import (
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDistillationBase,
+    LigerFusedLinearPolicyBase,
     LigerFusedLinearPreferenceBase,
+    LigerFusedLinearUnpairedPreferenceBase,
 )
+from liger_chunked.testing import check_loss
 
 
 class SimPO(LigerFusedLinearPreferenceBase):
@@ -41,9 +48,44 @@ class Ranked(LigerFusedLinearPreferenceBase):
         return F.softplus(self.beta * (margin.max() - margin))
 
 
+class Balanced(LigerFusedLinearUnpairedPreferenceBase):
+    """Hinges whose two sides have equal weight, minus entropy: uses counts, signs, tokens and another statistic."""
+
+    token_outputs = ("entropy",)
+
+    def preference_loss(self, examples):
+        counts = torch.where(examples.desirable, examples.batch_counts[0], examples.batch_counts[1])
+        hinge = torch.relu(1 - self.beta * examples.signs * examples.logratios)
+        entropy = torch.where(examples.mask, examples.token_stats.entropy, 0).sum(-1) / examples.lengths
+        squares = (examples.token_logps**2).sum(-1) / examples.lengths
+        return examples.batch_size / counts * hinge - 0.1 * entropy + 0.01 * squares + examples.reference_point
+
+
+class Centred(LigerFusedLinearPolicyBase):
+    """Subtracts the batch's mean advantage."""
+
+    scope = "batch"
+
+    def policy_loss(self, rollouts):
+        advantages = rollouts.advantages.expand(rollouts.mask.shape)
+        return -rollouts.ratio * (advantages - advantages[rollouts.mask].mean())
+
+
+class SymmetricKL(LigerFusedLinearDistillationBase):
+    of_distributions = True
+
+    def divergence(self, student_logits, teacher_logits):
+        log_p, log_q = student_logits.log_softmax(-1), teacher_logits.log_softmax(-1)
+        return ((log_p.exp() - log_q.exp()) * (log_p - log_q)).sum(-1)
+
+
+def stats_of(batch: Batch) -> dict[str, Tensor]:
+    tensors = (batch[name] for name in ("weight", "input", "target", "bias"))
+    return eager.token_stats(*tensors, outputs=("logps", "entropy"))
+
+
 def sequence_logps(batch: Batch) -> tuple[Tensor, Tensor]:
-    logps = eager.token_stats(batch["weight"], batch["input"], batch["target"], batch["bias"])["logps"]
-    return logps.sum(1), (batch["target"] != -100).sum(1)
+    return stats_of(batch)["logps"].sum(1), (batch["target"] != -100).sum(1)
 
 
 def eager_simpo(batch: Batch) -> Tensor:
@@ -53,9 +95,7 @@ def eager_simpo(batch: Batch) -> Tensor:
 
 
 def eager_confident(batch: Batch) -> Tensor:
-    stats = eager.token_stats(
-        batch["weight"], batch["input"], batch["target"], batch["bias"], outputs=("logps", "entropy")
-    )
+    stats = stats_of(batch)
     lengths = (batch["target"] != -100).sum(1).view(2, -1).sum(0)
     return ((stats["entropy"] + stats["logps"].square()).sum(1).view(2, -1).sum(0) / lengths).mean()
 
@@ -66,18 +106,46 @@ def eager_ranked(batch: Batch) -> Tensor:
     return F.softplus(0.1 * (margin.max() - margin)).mean()
 
 
-@pytest.mark.few(3)
-@pytest.mark.parametrize("budget", [None, 8 * 9 * SMALL.vocab, 8 * 3 * SMALL.vocab], ids=["auto", "packs", "slices"])
-@pytest.mark.parametrize(
-    ("loss", "oracle"),
-    [(SimPO, eager_simpo), (Confident, eager_confident), (Ranked, eager_ranked)],
-    ids=lambda x: getattr(x, "__name__", None),
-)
-def test_subclass(loss, oracle, budget, device):
-    batch = moved(pairs(SMALL, seed=0, ref=None), device=device)
-    ours = evaluate(lambda batch: loss(use_ref_model=False, logits_budget=budget)(**batch)[0], batch)
-    exact = evaluate(oracle, batch)
-    assert_same(ours, exact)
+def eager_balanced(batch: Batch) -> Tensor:
+    stats = stats_of(batch)
+    lengths = (batch["target"] != -100).sum(1)
+    logps, chosen = stats["logps"].sum(1), batch["preference_labels"]
+    sides = torch.relu(1 - 0.1 * logps[chosen]).mean() + torch.relu(1 + 0.1 * logps[~chosen]).mean()
+    return sides + ((0.01 * stats["logps"] ** 2 - 0.1 * stats["entropy"]).sum(1) / lengths).mean()
+
+
+def eager_centred(batch: Batch) -> Tensor:
+    mask = batch["target"] != -100
+    advantages = batch["advantages"][:, None].expand(mask.shape)
+    return eager.grpo(**batch | {"advantages": advantages - advantages[mask].mean()}, surrogate="reinforce")[0]
+
+
+def eager_symmetric(batch: Batch) -> Tensor:
+    both = (eager.distillation(**batch, name=name, weight_hard_loss=0.25)[0] for name in ("kl", "reverse_kl"))
+    return sum(both, torch.zeros(()))
+
+
+# By name: a loss, its formula on full logits, and a batch.
+OWN: dict[str, tuple[Any, Callable[[Batch], Tensor], Callable[[], Batch]]] = {
+    "SimPO": (partial(SimPO, use_ref_model=False), eager_simpo, lambda: pairs(SMALL, seed=0, ref=None)),
+    "Confident": (partial(Confident, use_ref_model=False), eager_confident, lambda: pairs(SMALL, seed=0, ref=None)),
+    "Ranked": (partial(Ranked, use_ref_model=False), eager_ranked, lambda: pairs(SMALL, seed=0, ref=None)),
+    "Balanced": (partial(Balanced, use_ref_model=False), eager_balanced, lambda: examples(SMALL, seed=3, ref=None)),
+    "Centred": (Centred, eager_centred, lambda: rollouts(SMALL, seed=30)),
+    "SymmetricKL": (SymmetricKL, eager_symmetric, lambda: students(SMALL, seed=0)),
+}
+BUDGETS = {"auto": None, "packs": 8 * 9 * SMALL.vocab, "slices": 8 * 3 * SMALL.vocab, "1-logit": 1}
+
+
+@pytest.mark.few(6)
+@pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS)
+@pytest.mark.parametrize("name", OWN)
+def test_subclass(name, budget, device):
+    make, oracle, sample = OWN[name]
+    batch, loss = moved(sample(), device=device), make(logits_budget=budget)
+    assert_same(evaluate(lambda batch: loss(**batch)[0], batch), evaluate(oracle, batch))
+    if budget is None:
+        check_loss(loss)
 
 
 def test_a_parameter_of_a_divergence_is_refused():

@@ -1,4 +1,4 @@
-"""Policy losses: ratios, empty completions, denominators, metrics, user-defined losses."""
+"""Policy losses: ratios, empty completions, denominators, metrics, user-defined surrogates."""
 
 from __future__ import annotations
 
@@ -154,13 +154,6 @@ def test_temperature_divides_the_logits_of_a_reference_too():
     assert_same(ours, evaluate(lambda batch: eager.grpo(**batch, temperature=0.7, beta=0.1)[0], batch))
 
 
-def of_tokens(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probabilities, advantages, and the mask as floats, all (B, T)."""
-    logps = eager.token_stats(batch["weight"], batch["input"], batch["target"], batch["bias"])["logps"]
-    advantages = batch["advantages"] if batch["advantages"].ndim == 2 else batch["advantages"][:, None]
-    return logps, advantages.expand(logps.shape), (batch["target"] != -100).double()
-
-
 # Estimates of the KL
 
 
@@ -274,30 +267,6 @@ def test_metrics_of_nothing():
     of_none = {"ratio_min": math.inf, "ratio_max": -math.inf}
     for name, value in metrics._asdict().items():
         assert value.isnan() if name in extremes else value == of_none.get(name, 0), name
-
-
-# A user-defined loss
-
-
-class Centred(lc.LigerFusedLinearPolicyBase):
-    """Subtracts the batch's mean advantage."""
-
-    scope = "batch"
-
-    def policy_loss(self, rollouts):
-        advantages = rollouts.advantages.expand(rollouts.mask.shape)
-        return -rollouts.ratio * (advantages - advantages[rollouts.mask].mean())
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize("budget", [None, PACKS, 8 * 3 * SMALL.vocab], ids=["auto", "packs", "slices"])
-def test_subclass_of_the_batch(budget):
-    batch = rollouts(SMALL, seed=30)
-    ours = evaluate(lambda batch: Centred(logits_budget=budget)(**batch)[0], batch)
-    _, advantages, mask = of_tokens(batch)
-    centred = {**batch, "advantages": advantages - (advantages * mask).sum() / mask.sum()}
-    assert_same(ours, evaluate(partial(grpo, surrogate="reinforce"), centred))
-    check_loss(Centred())
 
 
 # Surrogates as objects

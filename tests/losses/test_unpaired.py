@@ -1,4 +1,4 @@
-"""Unpaired preferences: chunks, labels of one kind, the reference point, metrics, user-defined losses."""
+"""Unpaired preferences: labels of one kind, the reference point, metrics."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ import torch
 from table import SMALL, Batch, assert_same, evaluate, examples
 from torch import Tensor
 
-from liger_chunked import (
-    LigerFusedLinearKTOLoss,
-    LigerFusedLinearUnpairedPreferenceBase,
-)
+from liger_chunked import LigerFusedLinearKTOLoss
 
 EXACT = 1e-12
 
@@ -122,38 +119,6 @@ def test_metrics(average_log_prob, budget):
     for name, value in metrics._asdict().items():
         assert value.shape == () and not value.requires_grad
         torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=0, msg=name)
-
-
-# A user-defined loss
-
-
-class Balanced(LigerFusedLinearUnpairedPreferenceBase):
-    """Hinges whose two sides have equal weight, minus entropy: uses counts, signs, tokens and another statistic."""
-
-    token_outputs = ("entropy",)
-
-    def preference_loss(self, examples):
-        counts = torch.where(examples.desirable, examples.batch_counts[0], examples.batch_counts[1])
-        hinge = torch.relu(1 - self.beta * examples.signs * examples.logratios)
-        entropy = torch.where(examples.mask, examples.token_stats.entropy, 0).sum(-1) / examples.lengths
-        squares = (examples.token_logps**2).sum(-1) / examples.lengths
-        return examples.batch_size / counts * hinge - 0.1 * entropy + 0.01 * squares + examples.reference_point
-
-
-def balanced_exact(batch: Batch) -> Tensor:
-    policy = {name: batch[name] for name in ("weight", "input", "target", "bias")}
-    stats = eager.token_stats(**policy, outputs=("logps", "entropy"))
-    lengths = (batch["target"] != -100).sum(1)
-    logps, chosen = stats["logps"].sum(1), batch["preference_labels"]
-    sides = torch.relu(1 - 0.1 * logps[chosen]).mean() + torch.relu(1 + 0.1 * logps[~chosen]).mean()
-    return sides + ((0.01 * stats["logps"] ** 2 - 0.1 * stats["entropy"]).sum(1) / lengths).mean()
-
-
-@pytest.mark.parametrize("budget", [None, 8 * 7 * SMALL.vocab], ids=["one-pack", "several"])
-def test_a_loss_of_ones_own(budget):
-    batch = examples(SMALL, seed=3, ref=None)
-    loss = Balanced(use_ref_model=False, logits_budget=budget)
-    assert_same(evaluate(lambda batch: loss(**batch)[0], batch), evaluate(balanced_exact, batch))
 
 
 @pytest.mark.few(1)
