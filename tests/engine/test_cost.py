@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from spies import Memory, flop_counter, memory_beside
+from spies import flop_counter, memory_beside
 from table import ROWS, Batch, Row, Sizes, live_fraction, moved, n_valid
-
-from liger_chunked import linear_token_stats
 
 by_row = pytest.mark.parametrize("row", ROWS, ids=repr)
 by_row_of_products = pytest.mark.parametrize("row", [row for row in ROWS if row.products], ids=repr)
@@ -131,17 +129,3 @@ def test_memory(row, dtype, tokens_in_budget):
     per_token = 40 * n * 8 + 20 * v * 4
     blocks = 8 * (4 << 12) + 4 * (4 << 12)
     assert memory.peak <= budget + weight_gradient + rounding + rows + upcast + per_token + blocks
-
-
-@pytest.mark.ordinary_memory
-def test_statistics_alone_keep_no_logits():
-    """Without a backward, no logits outlive the call."""
-    generator = torch.Generator().manual_seed(0)
-    weight, input = torch.randn(1009, 16, generator=generator), torch.randn(64, 16, generator=generator)
-    target = torch.randint(1009, (64,), generator=generator)
-    memory = Memory()
-    memory.expect(weight, input, target)
-    with memory:
-        stats = linear_token_stats(weight, input, target)
-        assert memory.peak >= 64 * 1009 * 4
-        assert memory.alive == stats.logps.untyped_storage().nbytes()

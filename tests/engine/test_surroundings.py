@@ -262,12 +262,13 @@ def test_checkpoint(row: Row, kind: str) -> None:
     assert_equal(ours, expected)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(3)
 @pytest.mark.ordinary_memory
 @pytest.mark.parametrize("outputs", [("logps",), ("logps", "entropy")], ids="+".join)
-def test_checkpointed_statistics_keep_no_logits(outputs: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("checkpointed", [True, False], ids=["checkpoint", "no-backward"])
+def test_statistics_keep_no_logits(checkpointed: bool, outputs: tuple[str, ...]) -> None:
     batch = moved(tokens(Sizes(8, 8, 16, 1009, ignored=False), seed=0), torch.float32)
-    leaves = leaves_of(batch)
+    leaves = leaves_of(batch) if checkpointed else batch
     n_logits = batch["target"].numel() * 1009 * 4
 
     def region(input: Tensor) -> Tensor:
@@ -277,7 +278,7 @@ def test_checkpointed_statistics_keep_no_logits(outputs: tuple[str, ...]) -> Non
     memory = Memory()
     memory.expect(*batch.values(), *leaves.values())
     with memory:
-        value = checkpoint(region, leaves["input"], use_reentrant=False)
+        value = checkpoint(region, leaves["input"], use_reentrant=False) if checkpointed else region(leaves["input"])
         assert memory.peak >= n_logits
         assert memory.alive == value.untyped_storage().nbytes()
 
