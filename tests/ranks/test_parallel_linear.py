@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import same_on_all_ranks
+from ranks import on_ranks, same_on_all_ranks
 
 pytest.importorskip("transformers")
 
 import torch
 import torch.distributed as dist
-from fresh_process import FreshProcesses
 from model_zoo import BY_ID
 from test_models_tensor_parallel import FIRST_DTENSORS, TAKES_SIZES, WORLD, by_module, by_plan, start
 from torch import Tensor, nn
@@ -30,7 +29,6 @@ from liger_chunked.integrations.transformers import apply_liger_kernel, parallel
 
 pytestmark = [
     pytest.mark.ordinary_memory,
-    pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo"),
     pytest.mark.skipif(FIRST_DTENSORS, reason="stock models fail too"),
 ]
 PER_LAYER = 7
@@ -207,17 +205,13 @@ def single_layers(mesh: DeviceMesh) -> None:
             dx.sum().backward()
 
 
-def everything(rank: int, folder: str) -> None:
-    start(rank, folder)
+@on_ranks(WORLD)
+def test_parallel_linear(rank: int, tmp_path: Path) -> None:
+    start(rank)
     mesh = init_device_mesh("cpu", (WORLD,))
     single_layers(mesh)
     left_to_torch(mesh)
     all_patches(mesh)
     whole_models(lambda family, dtype: by_module(mesh, "gathered-logits", family, dtype))
     if TAKES_SIZES:
-        whole_models(lambda family, dtype: by_plan(folder, family, dtype))
-    dist.destroy_process_group()
-
-
-def test_parallel_linear(tmp_path: Path, fresh_process: FreshProcesses) -> None:
-    fresh_process.spawn(everything, WORLD, str(tmp_path))
+        whole_models(lambda family, dtype: by_plan(tmp_path, family, dtype))

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import ranks
 
 pytest.importorskip("trl")
 
@@ -153,7 +154,8 @@ def split(rank: int, folder: str, cases: str, port: str) -> None:
     """Train models that `from_pretrained` shards over both ranks. Accelerate refuses this on a CPU only."""
     from accelerate import ParallelismConfig
 
-    start(rank, folder)
+    ranks.join(rank, WORLD, folder)
+    start(rank)
     disable_progress_bars()
     warnings.simplefilter("ignore")
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

@@ -117,11 +117,12 @@ class Heads:
                 if of_trl or self._records[module].theirs is None:
                     self._set_apart(module, of_trl)
 
-    def give(self, model: PreTrainedModel, settings: HeadSettings) -> None:
-        """Set the head of a model with settings of its own."""
-        self._records[model].settings = settings
+    def give(self, model: nn.Module, settings: HeadSettings) -> None:
+        """Set the head of a model, maybe wrapped, with settings of its own."""
+        inner = inner_model(model)
+        self._records[inner].settings = settings
         self.set([model])
-        self._update(model)
+        self._update(inner)
 
     def settings_of(self, model: nn.Module) -> HeadSettings:
         """Return the settings of a model's head, maybe wrapped."""
