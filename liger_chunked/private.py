@@ -345,10 +345,14 @@ _dispatch: Any = find("torch.utils._python_dispatch")
 without_modes: Callable[[], AbstractContextManager[Any]] = getattr(_dispatch, "_disable_current_modes", nullcontext)
 
 
-def dispatch_modes() -> list[Any]:
-    """Return the active dispatch modes. The fallback sees none."""
-    modes: list[Any] = getattr(_dispatch, "_get_current_dispatch_mode_stack", list)()
-    return modes
+# How many function modes are active. The fallback sees one.
+function_modes: Callable[[], int] = find("torch._C._len_torch_function_stack") or (lambda: 1)
+
+
+def sees_no_dispatch_mode() -> bool:
+    """Whether there is no active dispatch mode, for certain."""
+    modes = getattr(_dispatch, "_get_current_dispatch_mode_stack", None)
+    return modes is not None and not modes()
 
 
 def without_modes_of(module: str) -> AbstractContextManager[Any]:
@@ -356,7 +360,7 @@ def without_modes_of(module: str) -> AbstractContextManager[Any]:
 
     The fallback suspends none.
     """
-    modes = dispatch_modes()
+    modes: list[Any] = getattr(_dispatch, "_get_current_dispatch_mode_stack", list)()
     if not any(type(mode).__module__ == module for mode in modes):
         return nullcontext()
     return _only([mode for mode in modes if type(mode).__module__ != module])

@@ -54,7 +54,7 @@ SCENARIOS = {
     "patched": "current_tx _buffers _backward_pre_hooks _global_forward_hooks _loss_function",
     "replicated": "_buffers",
     "deferred_in_ranks": "_module_state_mapping _sharding_strategy",
-    "parallel": "_distribute_module_applied _prepare_output_fn _has_any_global_hook",
+    "parallel": "_distribute_module_applied _prepare_output_fn _len_torch_function_stack",
     "interpreted": "TensorDescriptor",
     "launches": "driver add_stages_inspection_hook get_current_stream",
     "offloaded": "_old_forward",

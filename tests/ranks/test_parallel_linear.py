@@ -22,6 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.modules.module import register_module_forward_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from liger_chunked.deferred.swap import set_patch
@@ -31,7 +33,6 @@ pytestmark = [
     pytest.mark.ordinary_memory,
     pytest.mark.skipif(FIRST_DTENSORS, reason="stock models fail too"),
 ]
-PER_LAYER = 7
 
 
 @contextmanager
@@ -76,13 +77,14 @@ def whole_models(build: Callable[[str, torch.dtype], Any]) -> None:
         for dtype, change in [*((torch.float64, change) for change in changes), (torch.bfloat16, changes[0])]:
             stock, ours = (build(family, dtype) for _ in range(2))
             applied = apply_liger_kernel(ours, **only)
-            layers = ours.config.num_hidden_layers
-            assert applied.replaced == {"parallel_linear": {"Linear": PER_LAYER * layers}}
+            linear = [x for x in ours.model.layers.modules() if isinstance(x, nn.Linear)]
+            served = [x for x in linear if x.weight.placements[0].dim == 0 or x.bias is None]
+            assert applied.replaced == {"parallel_linear": {"Linear": len(served)}}
             for model in (stock, ours):
                 change(model)
             with counted() as calls:
                 found, placed = step(ours, sample)
-            assert len(calls) == PER_LAYER * layers * (2 if ours.is_gradient_checkpointing else 1)
+            assert len(calls) == len(served) * (2 if ours.is_gradient_checkpointing else 1)
             by_torch, placed_by_torch = step(stock, sample)
             assert placed == placed_by_torch
             if dtype == torch.float64:
@@ -121,7 +123,8 @@ def layers(mesh: DeviceMesh, dtype: torch.dtype = torch.float64) -> list[tuple[A
     made = []
     for style, width in ((ColwiseParallel, 6), (RowwiseParallel, 6 // WORLD)):
         torch.manual_seed(0)
-        stock = parallelize_module(nn.Linear(6, 8, dtype=dtype), mesh, style())
+        # torch adds a bias of rows to each rank's part of the sum, so such a layer stays with torch.
+        stock = parallelize_module(nn.Linear(6, 8, style is ColwiseParallel, dtype=dtype), mesh, style())
         ours = copy.deepcopy(stock)
         set_patch(ours, parallel.ParallelPatch())
         torch.manual_seed(1 + (dist.get_rank() if style is RowwiseParallel else 0))
@@ -180,7 +183,8 @@ def left_to_torch(mesh: DeviceMesh) -> None:
 def single_layers(mesh: DeviceMesh) -> None:
     """A frozen input or weight, one dimension, copies, no gradient; second derivatives raise."""
     for stock, ours, x in layers(mesh):
-        for given in (x, x[0], x[0, 0], x.transpose(0, 1)):
+        one_dimension = [] if ours.bias is None else [x[0, 0]]  # stock rows without a bias fail
+        for given in (x, x[0], *one_dimension, x.transpose(0, 1)):
             for needs_x, needs_w in ((True, True), (False, True), (True, False), (False, False)):
                 found = []
                 for linear in (stock, copy.deepcopy(ours)):
@@ -193,7 +197,7 @@ def single_layers(mesh: DeviceMesh) -> None:
                     assert y.requires_grad == (needs_x or needs_w)
                     if y.requires_grad:
                         (y * torch.arange(y.shape[-1]).sin()).sum().backward()
-                    grads = [linear.weight.grad, linear.bias.grad]
+                    grads = [p.grad for p in linear.parameters()]
                     found.append([y, x_.grad, *(g if g is None else g.to_local() for g in grads)])
                     stock.requires_grad_(True)
                 for expected, result in zip(*found, strict=True):
@@ -205,12 +209,110 @@ def single_layers(mesh: DeviceMesh) -> None:
             dx.sum().backward()
 
 
+class Doubled(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return 2 * result if func is nn.functional.linear else result
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, value)
+        yield
+
+
+def replaced_code(mesh: DeviceMesh) -> None:
+    """What a user has replaced or compiled runs, in the forward and in the backward."""
+    linear, forward, call = nn.functional.linear, nn.Linear.forward, nn.Module.__call__
+    contexts: dict[str, Callable[[], Any]] = {
+        "F.linear": lambda: replaced(nn.functional, "linear", lambda *args: 2 * linear(*args)),
+        "nn.Linear.forward": lambda: replaced(nn.Linear, "forward", lambda self, x: 2 * forward(self, x)),
+        "nn.Module.__call__": lambda: replaced(nn.Module, "__call__", lambda self, x: 2 * call(self, x)),
+        "a function mode": Doubled,
+    }
+    for name, context in contexts.items():
+        for stock, ours, x in layers(mesh):
+            found = []
+            for layer in (stock, ours):
+                x_ = x.clone().requires_grad_()
+                with context(), counted() as calls:
+                    y = layer(x_)
+                y.square().sum().backward()
+                assert not calls, name
+                found.append((y, x_.grad))
+            for expected, result in zip(*found, strict=True):
+                assert torch.equal(expected, result), name
+    for _, ours, x in layers(mesh):
+        ours.compile(backend="eager")
+        with counted() as calls:
+            ours(x)
+        assert not calls
+    for stock, ours, x in layers(mesh):
+        (before,) = stock._forward_pre_hooks.values()
+        for layer in (stock, ours):
+            layer._forward_pre_hooks.clear()
+            layer.register_forward_pre_hook(lambda module, args: before(module, (2 * args[0],)))  # noqa: B023
+        with counted() as calls:
+            assert torch.equal(stock(x), ours(x)) and not calls
+
+
+def ranks_that_differ(mesh: DeviceMesh) -> None:
+    """A hook on one rank alone changes no result, and no number of collectives, under a checkpoint too."""
+    for stock, ours, x in layers(mesh):
+        handle = ours.register_forward_hook(lambda *args: None) if dist.get_rank() == 0 else None
+        for call in (lambda layer, x: layer(x), lambda layer, x: checkpoint(layer, x, use_reentrant=False)):
+            found = []
+            for layer in (stock, ours):
+                x_ = x.clone().requires_grad_()
+                y = call(layer, x_)
+                y.square().sum().backward()
+                dist.all_reduce(torch.ones(()))
+                found.append((y, x_.grad))
+            for expected, result in zip(*found, strict=True):
+                torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
+        if handle is not None:
+            handle.remove()
+
+
+def what_is_saved(mesh: DeviceMesh) -> None:
+    """A frozen layer keeps no input, a checkpoint sums once, and a rank without columns takes part."""
+    for _, ours, x in layers(mesh):
+        ours.requires_grad_(False)
+        x_ = x.clone().requires_grad_() * 1
+        y = ours(x_)
+        x_.mul_(2)
+        y.sum().backward()
+        x_ = x.clone().requires_grad_()
+        sums = []
+        stock = dist.all_reduce
+        with replaced(dist, "all_reduce", lambda *args, **kwargs: sums.append(1) or stock(*args, **kwargs)):  # noqa: B023
+            checkpoint(ours, x_, use_reentrant=False).sum().backward()
+        assert len(sums) == 1
+    torch.manual_seed(0)
+    stock = parallelize_module(nn.Linear(6, 1, dtype=torch.float64), mesh, ColwiseParallel())
+    ours = copy.deepcopy(stock)
+    set_patch(ours, parallel.ParallelPatch())
+    found = []
+    for layer in (stock, ours):
+        x = torch.ones(2, 3, 6, dtype=torch.float64, requires_grad=True)
+        with counted() as calls:
+            layer(x).sum().backward()
+        assert len(calls) == (layer is ours)
+        found.append((x.grad, layer.weight.grad.full_tensor(), layer.bias.grad.full_tensor()))
+    for expected, result in zip(*found, strict=True):
+        torch.testing.assert_close(result, expected)
+
+
 @on_ranks(WORLD)
 def test_parallel_linear(rank: int, tmp_path: Path) -> None:
     start(rank)
     mesh = init_device_mesh("cpu", (WORLD,))
     single_layers(mesh)
     left_to_torch(mesh)
+    replaced_code(mesh)
+    ranks_that_differ(mesh)
+    what_is_saved(mesh)
     all_patches(mesh)
     whole_models(lambda family, dtype: by_module(mesh, "gathered-logits", family, dtype))
     if TAKES_SIZES:
