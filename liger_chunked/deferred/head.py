@@ -13,7 +13,7 @@ from liger_chunked.deferred import sharded
 from liger_chunked.deferred.gradient import LazyGradient, Term
 from liger_chunked.deferred.logits import DeferredLogits, Source
 from liger_chunked.engine.surroundings import hooks_active
-from liger_chunked.private import without_torch_function
+from liger_chunked.private import graph_is_retained, without_torch_function
 from liger_chunked.what_ran import RECORD
 
 OWNER = "_liger_owner"  # attribute of a layer that defers: the head around it, if it is another module
@@ -34,6 +34,13 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         source, need = ctx.source, ctx.needs_input_grad[:3]
+        if source is None:
+            raise RuntimeError(
+                "Trying to backward through the graph a second time: a head that defers has freed what it saved. Specify "
+                "retain_graph=True in the first backward"
+            )
+        if not graph_is_retained():
+            ctx.source = None  # else the hidden states stay in memory until the backward of all layers is over
         source.check_merged()
         total: list[Any] = [None, None, None]
         real: Tensor | None = g

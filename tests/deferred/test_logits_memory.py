@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from against_stock import Defer, World, deferred, differences, logps, loss_of, replaced, run, stock
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from liger_chunked import defer_logits
 from liger_chunked.kernels import backend
 
 SIZES = (4, 16, 8, 61)
@@ -218,3 +220,31 @@ def test_hidden_states_are_freed(defer: Defer) -> None:
         assert freed() is None and accuracy >= 0
     finally:
         gc.enable()
+
+
+def test_hidden_states_are_freed_with_the_heads_backward():
+    """The backward of the layers below holds their gradient alone, as after a Linear of torch."""
+    expired = []
+
+    class Below(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            expired.append(storage.expired())
+            return g
+
+    for defers in (False, True):
+        head = nn.Linear(8, 50)
+        if defers:
+            defer_logits(head)
+        hidden = Below.apply(torch.randn(6, 8, requires_grad=True)) * 1
+        storage = StorageWeakRef(hidden.untyped_storage())
+        loss = F.cross_entropy(head(hidden).float(), torch.arange(6))
+        del hidden
+        loss.backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+    assert expired == [True, True]
