@@ -36,8 +36,8 @@ class _Product(torch.autograd.Function):
         source, need = ctx.source, ctx.needs_input_grad[:3]
         if source is None:
             raise RuntimeError(
-                "Trying to backward through the graph a second time: a head that defers has freed what it saved. Specify "
-                "retain_graph=True in the first backward"
+                "Trying to backward through the graph a second time: a head that defers has freed what it saved. "
+                "Specify retain_graph=True in the first backward"
             )
         if not graph_is_retained():
             ctx.source = None  # else the hidden states stay in memory until the backward of all layers is over

@@ -86,8 +86,8 @@ def apply_liger_kernel(
         logits_budget: most bytes of logits in memory: a number, or a string such as "512MiB". None: automatic.
         rope, rms_norm, layer_norm, swiglu, geglu, relu_squared: switches of the layers. None: on for those that the
             model has. True requires that it has them; False leaves them alone.
-        parallel_linear: compute the linear layers that `parallelize_module` or `tp_plan` has split by columns or by rows
-            on each rank's plain tensors, instead of DTensors. None: on if the model has such layers.
+        parallel_linear: compute the linear layers that `parallelize_module` or `tp_plan` has split by columns or by
+            rows on each rank's plain tensors, instead of DTensors. None: on if the model has such layers.
         cross_entropy: the loss on logits, without a float32 copy of them. None: off. It excludes
             `fused_linear_cross_entropy`.
         fused_linear_cross_entropy: the loss, on chunks of logits. None: on if the model's head allows it.
