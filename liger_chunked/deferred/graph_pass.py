@@ -115,11 +115,12 @@ class _Graph:
 
     def _logits_of(self, head: Node) -> set[Any]:
         """Return the storages of the logits of a head, and of those that steps of them made."""
-        reached = logits = {_storage(head)}
+        reached, logits = {_storage(head)}, {_storage(head)}
         for node in self.nodes[self.places[head] + 1 :]:
             if not reached.isdisjoint(_read_by(node)):
-                reached = reached | {_storage(node)}
-                logits = logits | {_storage(node)} if node.target is MARK else logits
+                reached.add(_storage(node))
+                if node.target is MARK:
+                    logits.add(_storage(node))
         return logits
 
     def _changes_between(self, first: Node, last: Node, storages: set[Any]) -> bool:
@@ -132,8 +133,8 @@ class _Graph:
 def _nodes_inside(node: Node) -> list[Node]:
     """Return the nodes of the graphs that an operation calls, and of those inside them."""
     root = node.graph.owning_module
-    held = [getattr(root, str(x.target), None) for x in node.all_input_nodes if x.op == "get_attr"]
-    nodes = [x for body in held if isinstance(body, GraphModule) for x in body.graph.nodes]
+    attributes = [getattr(root, str(x.target), None) for x in node.all_input_nodes if x.op == "get_attr"]
+    nodes = [x for graph in attributes if isinstance(graph, GraphModule) for x in graph.graph.nodes]
     return [y for x in nodes for y in (*_nodes_inside(x), x)]
 
 

@@ -69,7 +69,7 @@ def _serves(module: Any, x: Any, weight: Any, bias: Any) -> bool:
         and all_plain((x, *_local(weight, bias)))
         and (nn.Module.__call__, nn.Linear.forward, F.linear) == _CALLED
         and "_call_impl" not in vars(module)
-        and getattr(module, "_compiled_call_impl", Split) is None
+        and getattr(module, "_compiled_call_impl", True) is None
         and not has_global_hooks()
         and not torch.is_autocast_enabled(x.device.type)
         and sees_no_dispatch_mode()
