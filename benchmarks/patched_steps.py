@@ -3,11 +3,10 @@
     python -m benchmarks.patched_steps                              SmolLM2-135M, Qwen2.5-0.5B and Llama-3.2-1B
     python -m benchmarks.patched_steps smollm2-135m:4:256           model:sequences:length
     python -m benchmarks.patched_steps --parts smollm2-135m:4:256   the head and the layers alone as well
-    python -m benchmarks.patched_steps --ranks 2 llama-3.2-1b:4:4096    one rank of two, tensor parallel
+    torchrun --nproc-per-node 2 -m benchmarks.patched_steps --parts llama-3.2-1b:4:4096    two GPUs, tensor parallel
 
-With `--ranks` this process is the first rank of several, and the others do not exist: each collective returns at once
-what it finds in its buffer. So the rows are the time of one rank's host and device without communication, and the
-losses mean nothing. The plan is the plain one of `benchmarks/sharded_steps.py`, and all layers are checkpointed.
+Under torchrun the model is split over all GPUs by the plain plan of `benchmarks/sharded_steps.py`, with all layers
+checkpointed, and the rows are the first rank's times.
 
 A step is forward, backward and AdamW in bfloat16 on random tokens, with a learning rate of 0. DPO is written in plain
 PyTorch on the model's logits, without a reference: half of the sequences are chosen, the others rejected. Steps of
@@ -24,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -40,6 +40,7 @@ from transformers import PreTrainedModel
 from benchmarks import models, sharded_steps
 from benchmarks.harness import DEVICE, OURS, RESULTS, STOCK, RowsFile, peak_mib, synchronize
 from benchmarks.preference import BETA
+from benchmarks.ranks import agreed
 from liger_chunked import apply_liger_kernel
 
 SHAPES = [
@@ -71,7 +72,7 @@ def on_dtensors(model: PreTrainedModel, fused: bool) -> Iterator[None]:
 
 WHOLE = {STOCK: models.nobody, OURS: models.ours}
 PARTS = {STOCK: models.nobody, "head": head_alone, "layers": layers_alone, OURS: models.ours}
-OF_A_RANK = {STOCK: models.nobody, "without parallel_linear": on_dtensors, OURS: models.ours}
+SPLIT = {"without parallel_linear": on_dtensors}  # of a model that is split over ranks
 
 
 def sft(model: PreTrainedModel, ids: Tensor) -> Tensor:
@@ -92,9 +93,9 @@ class Contender:
     """A model that trains; `parts()` runs a step and returns the host's seconds of its two passes, and all seconds."""
 
     def __init__(self, name: str, loss: str, ids: Tensor, patched: Any, compiled: str) -> None:
-        of_a_rank = dist.is_initialized()
-        self.model = models.build(name, checkpointing=of_a_rank or ids.numel() >= CHECKPOINTED)
-        if of_a_rank:
+        is_split = dist.is_initialized()
+        self.model = models.build(name, checkpointing=is_split or ids.numel() >= CHECKPOINTED)
+        if is_split:
             sharded_steps.shard_tensors(self.model)
         self.patched = patched(self.model, fused=True)
         self.patched.__enter__()
@@ -117,16 +118,12 @@ class Contender:
         self.patched.__exit__(None, None, None)
 
 
-def be_first_of(ranks: int) -> None:
-    """Join a process group of `ranks`, of which this process is the first and only one."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    def gathered(parts: list[Any], mine: Any, group: Any = None) -> None:
-        start, rows, *others = mine  # of a vocabulary's shard
-        parts[:] = [(start + rank * rows, rows, *others) for rank in range(len(parts))]
-
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    dist.all_gather_object = gathered
+def join_the_others() -> int:
+    """Join torchrun's process group, and return this process's rank."""
+    if DEVICE == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
+    return dist.get_rank()
 
 
 def measure(shape: str, loss: str, compiled: str, contenders: dict[str, Any], turns: int) -> list[dict[str, Any]]:
@@ -156,7 +153,7 @@ def measure(shape: str, loss: str, compiled: str, contenders: dict[str, Any], tu
     return list(rows.values())
 
 
-def main() -> Path:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shapes", nargs="*", default=SHAPES if DEVICE == "cuda" else SMALL)
     parser.add_argument("--turns", type=int, default=11)
@@ -164,27 +161,26 @@ def main() -> Path:
     parser.add_argument("--parts", action="store_true", help="time the head and the layers alone as well")
     parser.add_argument("--losses", nargs="+", default=list(LOSSES), choices=LOSSES)
     parser.add_argument("--compiled", nargs="+", default=["no", "layers"], choices=["no", "layers", "model"])
-    parser.add_argument("--ranks", type=int, default=1, help="time one rank of so many, without communication")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     given = parser.parse_args()
-    kept = RowsFile(given.out, "patched_steps" if given.ranks == 1 else "patched_steps_of_a_rank")
-    contenders = PARTS if given.parts else WHOLE
-    if given.ranks > 1:
-        be_first_of(given.ranks)
-        contenders = OF_A_RANK
+    rank, family, contenders = 0, "patched_steps", PARTS if given.parts else WHOLE
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        rank, family, contenders = join_the_others(), "patched_steps_of_ranks", contenders | SPLIT
+    kept = RowsFile(given.out, family) if rank == 0 else None
     end = time.monotonic() + given.seconds
     for shape in given.shapes:
         for compiled in given.compiled:
             for loss in given.losses:
-                if time.monotonic() > end:
-                    return kept.path
+                late = float(time.monotonic() > end)
+                if agreed(late) if dist.is_initialized() else late:
+                    return
                 for row in measure(shape, loss, compiled, contenders, given.turns):
-                    kept.add(row)
-                    print(row, flush=True)
+                    if kept is not None:
+                        kept.add(row)
+                        print(row, flush=True)
                 gc.collect()
                 if DEVICE == "cuda":
                     torch.cuda.empty_cache()
-    return kept.path
 
 
 if __name__ == "__main__":
