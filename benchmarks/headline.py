@@ -108,6 +108,7 @@ ALONE = (
         "DPO 4x2x2048x4096x128256, prompt 0.5",
         "TRL and this library skip the prompt half",
     ),
+    Alone("preference", "DPO 1x2x16384x2048x151936", "a pair over the budget projects its logits twice"),
     Alone("preference", "DPO 2x2x512x1024x32000", "the host takes most of the time"),
     Alone("distillation", "JSD 8192x(1536, 4096)x151936"),
     Alone("policy", "GRPO 8x2048x2048x151936"),
