@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ def join(rank: int, world: int | str, folder: str, device: str = "cpu") -> None:
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # transformers would give each rank a GPU, also where there is one
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo",
         init_method=f"file://{folder}/rendezvous",
