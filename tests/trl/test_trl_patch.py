@@ -23,7 +23,7 @@ from trl.trainer import utils
 from trl_kinds import KINDS, PATCHED, PLAIN, assert_same, beside, build, log_of, run, state_of
 
 from liger_chunked.integrations import trl as integration
-from liger_chunked.integrations.trl import patch, patch_trl
+from liger_chunked.integrations.trl import patch, patch_trl, stand_ins
 from liger_chunked.integrations.trl.patch import ServedTrainer
 
 pytestmark = [
@@ -383,6 +383,23 @@ def test_modules_that_import_the_head(tmp_path: Path, monkeypatch: pytest.Monkey
         build(tmp_path, "DPO", PATCHED, model=model, ref_model=model)
     held = [m.add_fused_lm_head for m in [*sys.modules.values()] if "add_fused_lm_head" in getattr(m, "__dict__", {})]
     assert later in sys.modules.values() and all(function is theirs for function in held)
+
+
+def test_a_second_step_of_a_loop_looks_through_no_modules(monkeypatch):
+    """A loop of one's own calls `training_step`, which swaps functions each time; there are thousands of modules."""
+    looks = []
+
+    class Watched(ModuleType):
+        @property
+        def __dict__(self):
+            looks.append(self)
+            return {}
+
+    monkeypatch.setitem(sys.modules, "watched", Watched("watched"))
+    for _ in range(2):
+        with stand_ins.swapped():
+            pass
+    assert len(looks) == 1
 
 
 @pytest.mark.parametrize("name", ["DPO", "ORPO", "GKD"])
