@@ -69,6 +69,12 @@ GAINS = (
     Gain("trainers", "ORPO llama-3.2-1b 8x2048", "TRL ORPO, Llama-3.2-1B, 8 × 2048", _BUILDS_LOGITS),
     Gain("trainers", "SimPO llama-3.2-1b 8x2048", "TRL SimPO, Llama-3.2-1B, 8 × 2048", _BUILDS_LOGITS),
     Gain("trainers", "GRPO llama-3.2-1b 8x2048", "TRL GRPO, Llama-3.2-1B, 8 × 2048", _SAME),
+    Gain(
+        "trainers",
+        "GRPO qwen2.5-0.5b 8x2048",
+        "TRL GRPO, Qwen2.5-0.5B, 8 × 2048",
+        "slower: the step waits for the host, and varies from run to run",
+    ),
     Gain("trainers", "GKD llama-3.2-1b 3x2048", "TRL GKD, Llama-3.2-1B, 3 × 2048", _BUILDS_LOGITS),
     Gain("trainers", "Distillation llama-3.2-1b 8x2048", "TRL distillation, Llama-3.2-1B, 8 × 2048", _SAME),
     Gain(
@@ -180,9 +186,10 @@ def _small(folder: Path) -> Step:
     timed = {run["contender"]: run for run in content["timed"]}
     of = [timed[name] for name in (STOCK, LAYERS, OURS)]
     about = content["environment"]
+    commit = of[-1].get("commit", about["commit"])
     return Step(
         SMALL,
-        f"slower: a step this small waits for the host ({about['date']}, commit {about['commit'][:7]}, "
+        f"slower: a step this small waits for the host ({about['date']}, commit {commit[:7]}, "
         f"{about['device']}, float32 weights, autocast)",
         tuple(median(run["ms"]) for run in of),  # type: ignore[arg-type]
         tuple(max(run["mib"]) / 1024 for run in of),  # type: ignore[arg-type]

@@ -309,7 +309,50 @@ def _first_losses(folder: Path) -> dict[str, Any]:
     return {"stock": rows[STOCK]["loss"], "layers": rows[LAYERS]["loss"], "ours": rows[OURS]["loss"]}
 
 
+def _rollouts(folder: Path) -> dict[str, Any]:
+    alone = whole_run(folder, "trainers").measured("GRPO llama-3.2-1b 8x2048")
+    shared = whole_run(folder, "trainers_shared").measured("GRPO llama-3.2-1b prompt 2048 8 a prompt 8x2560")
+    found: dict[str, Any] = {}
+    for name, rows, ours in (("alone", alone, OURS), ("shared", shared, OURS_SHARED)):
+        found |= {name: rows[STOCK]["ms"] / rows[ours]["ms"], f"{name}_layers": rows[STOCK]["ms"] / rows[LAYERS]["ms"]}
+    return found
+
+
+def _compared_with_layers(folder: Path) -> dict[str, Any]:
+    run = whole_run(folder, "trainers")
+    cells = (run.measured(f"{name} llama-3.2-1b 8x2048") for name in ("DPO", "KTO", "GRPO"))
+    speeds = [rows[LAYERS]["ms"] / rows[OURS]["ms"] for rows in cells]
+    return {"least": min(speeds), "most": max(speeds)}
+
+
 SENTENCES = (
+    *(
+        Sentence(
+            page,
+            "a DPO, KTO or GRPO step of Llama-3.2-1B has {least:.2f} to {most:.2f} of the speed",
+            _compared_with_layers,
+        )
+        for page in ("README.md", "docs/index.md")
+    ),
+    Sentence(
+        "docs/trainers.md",
+        "what each contains: {alone:.2f} times TRL's speed where no prompt is shared (8 × 2048, "
+        "[benchmarks](benchmarks.md#steps-of-trls-trainers)); {shared:.1f} times where eight answers share a prompt of "
+        "2048",
+        _rollouts,
+    ),
+    Sentence(
+        "docs/trainers.md",
+        "TRL on Liger-Kernel's layers, which shares and skips nothing, is at {alone_layers:.2f}, {shared_layers:.2f} "
+        "and",
+        _rollouts,
+    ),
+    Sentence(
+        "docs/guides/grpo.md",
+        "On Llama-3.2-1B a step is {alone:.2f} times as fast as TRL's where no prompt is shared, {shared:.1f} times "
+        "where eight answers share a prompt of 2048 tokens",
+        _rollouts,
+    ),
     Sentence(
         "docs/benchmarks.md",
         "RMSNorm of 4096 × 2048, forward and backward, took {rms_ours:.0f} µs; eager code {rms_eager:.0f}, "

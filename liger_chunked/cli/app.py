@@ -161,18 +161,24 @@ def step(
     loss: Annotated[Loss, typer.Argument(show_default=False)],
     shape: Annotated[str, typer.Option(help="sequences x length, as 8x2048, or pairs, as 4x2x2048", metavar="BxT")],
     model: Annotated[str, typer.Option(help="a config.json, its folder, or a class of transformers")],
-    gpu: Annotated[str, typer.Option(help="the memory of the GPU, as 80GiB")],
+    gpu: Annotated[str, typer.Option(help="the memory of the GPU: 79GiB for a card of 80 GB")],
     dtype: Annotated[Dtype, typer.Option(help="of the weights; float32 is TRL's default")] = Dtype["float32"],
     lora_rank: Annotated[int, typer.Option(help="train LoRA on all linear layers; 0: train all weights", min=0)] = 0,
+    ref_logps: Annotated[bool, typer.Option("--ref-logps", help="computed before: no reference in memory")] = False,
 ) -> None:
-    """Memory of a whole training step on one GPU, by a formula that says what it assumes, and whether it fits."""
+    """Memory of a whole training step on one GPU, by a formula that says what it assumes, and whether it fits.
+
+    The exit status is 1 if it does not.
+    """
     if loss.value in TAUGHT or loss.value == "token-stats":
         raise ValueError(f"the formula counts no teacher: expected a loss without one, got {loss.value}")
     if warning := sizes.source_of_sizes(model):
         print(f"liger-chunked: {warning}", file=sys.stderr)
     parsed = sizes.parse_shape(shape, of_pairs=loss.value in PAIRS)
     of_model, of_gpu = whole_step.Sizes.of(sizes.config_of(model)), sizes.parse_bytes("--gpu", gpu)
-    whole_step.show(whole_step.Step(loss.value, of_model, parsed, DTYPES[dtype.value], lora_rank), of_gpu)
+    found = whole_step.Step(loss.value, of_model, parsed, DTYPES[dtype.value], lora_rank, ref_logps)
+    if not whole_step.show(found, of_gpu):
+        raise typer.Exit(1)
 
 
 @app.command()

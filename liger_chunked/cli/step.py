@@ -5,7 +5,7 @@ With P parameters of which t are trained, w bytes of a weight, N tokens, L layer
 | part | bytes | |
 |---|---|---|
 | weights | P w | all of them |
-| reference | P w | a second model; 0 with an adapter, whose base is the reference, and for losses without one |
+| reference | P w | a second model; 0 with an adapter, whose base it is, with given `ref_logps`, and for losses without one |
 | gradients, optimizer | t w, 2 t w | AdamW: two states in the dtype of the weights |
 | checkpoints | N H r L | the input of each layer; r: 4 with float32 weights, else 2, as of the residual stream |
 | layer | N (23 H + 8 I) | the layer that is recomputed, in 16 bits: attention, and gate, up, product and gradient |
@@ -70,6 +70,7 @@ class Step:
     shape: tuple[int, ...]
     dtype: torch.dtype
     lora_rank: int = 0  # 0: all weights are trained
+    ref_logps: bool = False  # computed before: no reference is in memory
 
     def parts(self) -> dict[str, int]:
         sizes, width, tokens = self.sizes, self.dtype.itemsize, prod(self.shape)
@@ -86,7 +87,7 @@ class Step:
         )
         loss = of_loss.peak - min(of_loss.weight_grad, sizes.vocab_size * sizes.hidden_size * width)
         layer = tokens * (23 * sizes.hidden_size + 8 * sizes.inner)
-        has_reference = self.loss in REFERENCED and not adapter
+        has_reference = self.loss in REFERENCED and not adapter and not self.ref_logps
         return {
             "weights": (sizes.parameters + adapter) * width,
             "reference": sizes.parameters * width * has_reference,

@@ -30,8 +30,8 @@ from liger_chunked.kernels.backend import INTERPRETED
 SIZES = ["--vocab-size", "32000", "--hidden-size", "512", "--shape", "4x256"]
 
 
-def out(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert cli.main(arguments) == 0
+def out(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
+    assert cli.main(arguments) == status
     return capsys.readouterr().out
 
 
@@ -166,7 +166,7 @@ def test_a_whole_step_ends_in_whether_it_fits(capsys, llama):
     """TRL's default, float32, takes twice what bfloat16 weights take; an adapter leaves out reference and states."""
     step = ("step", "dpo", "--model", llama, "--shape", "2x2x1024", "--gpu")
     arguments = (*step, "80GiB")
-    printed = out(capsys, *arguments)
+    printed = out(capsys, *arguments, status=1)
     assert "8.03 billion parameters" in printed and "its two states in float32, bfloat16 autocast" in printed
     row = dict(zip(table(printed)[""], map(float, table(printed)["step"]), strict=True))
     assert row["weights"] == row["reference"] == row["gradients"] == 29.9 and row["optimizer"] == 59.8
@@ -175,6 +175,8 @@ def test_a_whole_step_ends_in_whether_it_fits(capsys, llama):
     assert (found := re.fullmatch(r"fits: ([\d.]+) of 80.0 GiB", half)) and 74.5 < float(found[1]) < 78
     half = out(capsys, *step, "79GiB", "--dtype", "bfloat16").splitlines()[-1]
     assert half == f"fits, but tightly: {found[1]} of 79.0 GiB, less than 3 GiB is left for what is not counted"
+    given = table(out(capsys, *arguments, "--dtype", "bfloat16", "--ref-logps"))["step"]
+    assert given[2] == "0.0" and float(given[0]) == pytest.approx(float(found[1]) - 14.96, abs=0.1)
     lora = out(capsys, *arguments, "--dtype", "bfloat16", "--lora-rank", "16")
     assert table(lora)["step"][2] == "0.0" and "LoRA of rank 16 on all linear layers" in lora
 
