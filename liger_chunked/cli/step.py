@@ -5,7 +5,7 @@ With P parameters of which t are trained, w bytes of a weight, N tokens, L layer
 | part | bytes | |
 |---|---|---|
 | weights | P w | all of them |
-| reference | P w | a second model; 0 with an adapter, whose base it is, with given `ref_logps`, and for losses without one |
+| reference | P w | a second model; 0 with an adapter, whose base it is, with `ref_logps`, and for losses without one |
 | gradients, optimizer | t w, 2 t w | AdamW: two states in the dtype of the weights |
 | checkpoints | N H r L | the input of each layer; r: 4 with float32 weights, else 2, as of the residual stream |
 | layer | N (23 H + 8 I) | the layer that is recomputed, in 16 bits: attention, and gate, up, product and gradient |
