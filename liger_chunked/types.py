@@ -724,27 +724,6 @@ class DistillationMetrics(NamedTuple):
     hard_loss: Tensor
 
 
-class DraftMetrics(NamedTuple):
-    """What a draft loss tells of K steps of a draft, detached, float32, or float64 for float64 inputs.
-
-    The first three are means over the rows of each step that count. A chain is a row of the first step and the rows of
-    later steps at the same place, up to the first that does not count.
-
-    - `step_losses` (K,): the divergence times `position_weight`, in nats for divergences of KL's kind
-    - `acceptance` (K,): the expected accepted mass `sum(min(p, q))` over all tokens of the teacher
-    - `top1_agreement` (K,): the share of rows in which both find the same token most likely
-    - `acceptance_length` (): tokens of a chain's verification: 1, which the teacher adds, plus the expected number of
-      accepted ones, `sum over k of acceptance_0 * ... * acceptance_k` of the chain; mean over chains
-    - `greedy_acceptance_length` (): the same at temperature 0, where a token is accepted if both find it most likely
-    """
-
-    step_losses: Tensor
-    acceptance: Tensor
-    top1_agreement: Tensor
-    acceptance_length: Tensor
-    greedy_acceptance_length: Tensor
-
-
 @dataclass(frozen=True)
 class MemoryEstimate:
     """A step's memory above its inputs at the peak, by part, in bytes.

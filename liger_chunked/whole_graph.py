@@ -36,7 +36,6 @@ from liger_chunked.types import (
     OUTPUTS,
     CrossEntropyMetrics,
     DistillationMetrics,
-    DraftMetrics,
     PolicyMetrics,
     PreferenceMetrics,
     TokenStats,
@@ -45,8 +44,7 @@ from liger_chunked.types import (
 from liger_chunked.what_ran import RECORD
 
 _METRICS = (
-    CrossEntropyMetrics, DistillationMetrics, DraftMetrics, PolicyMetrics, PreferenceMetrics, TokenStats,
-    UnpairedPreferenceMetrics,
+    CrossEntropyMetrics, DistillationMetrics, PolicyMetrics, PreferenceMetrics, TokenStats, UnpairedPreferenceMetrics,
 )  # fmt: skip
 _CONSTANTS = (bool, int, float, str, torch.dtype, tuple, list)
 # The arguments by which losses and statistics have gradients. `scale` is the student's in the ULD loss.

@@ -192,7 +192,7 @@ def losses(target: Target) -> Iterator[Task]:
     import torch
 
     import liger_chunked as lc
-    from benchmarks import cross_entropy, distillation, drafts, lora_head, policy, preference
+    from benchmarks import cross_entropy, distillation, lora_head, policy, preference
 
     meta = partial(torch.empty, device="meta")
     half = partial(meta, dtype=torch.bfloat16)
@@ -208,11 +208,6 @@ def losses(target: Target) -> Iterator[Task]:
             given["weight"] = lc.AdaptedWeight(base, up, lambda x: x.float() @ down.t())
         value = loss(**given, **more)
         torch.autograd.grad((value[0] if isinstance(value, tuple) else value).sum(), leaves)
-
-    def draft(loss: Any, n: int, h: int, teacher_h: int, v: int, v_draft: int) -> None:
-        meta = partial(torch.empty, device="meta", dtype=torch.bfloat16)
-        weight, hidden = meta(v_draft, h).requires_grad_(), meta(1, n, h).requires_grad_()
-        loss(weight, hidden, meta(v, teacher_h), meta(n, teacher_h))[0].backward()
 
     plain = lc.LigerFusedLinearCrossEntropyLoss
     for shape, (n, h, v) in sizes(cross_entropy.SHAPES):
@@ -238,11 +233,6 @@ def losses(target: Target) -> Iterator[Task]:
             yield f"{name} {shape}", partial(step, loss, v, h, (n,), **teacher)
         top_k = {"teacher_ids": meta(n, 128, dtype=torch.int64), "teacher_logps": meta(n, 128)}
         yield f"KLDiv of a top-k {shape}", partial(step, lc.LigerFusedLinearKLDivLoss(), v, h, (n,), **top_k)
-    for shape, (n, h, teacher_h, v, v_draft, _) in sizes(drafts.SHAPES):
-        ids = None if v == v_draft else torch.arange(v_draft)
-        for name in ("kl", "reverse_kl", "jsd", "log_acceptance"):
-            loss = lc.LigerFusedLinearDraftLoss(draft_ids=ids, divergence=name).to("meta")
-            yield f"draft, {name} {shape}", partial(draft, loss, n, h, teacher_h, v, v_draft)
     for shape, (b, t, h, v, rank) in sizes(lora_head.SHAPES):
         yield f"LoRA on the head {shape}", partial(step, plain(), v, h, (b * t,), lora_rank=rank)
 

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from table import PARAMETERS, Batch, Sizes, drafts, examples, moved, pairs, rollouts, students, tokens
+from table import PARAMETERS, Batch, Sizes, examples, moved, pairs, rollouts, students, tokens
 from torch import Tensor
 
 import liger_chunked as lc
@@ -169,7 +169,6 @@ LOSSES = [
     ),
     Call("on-policy", first(lc.LigerFusedLinearOnPolicyDistillationLoss()), lambda: students(SIZES, 0)),
     Call("uld", first(lc.LigerFusedLinearULDLoss()), two_vocabularies),
-    Call("draft", first(lc.LigerFusedLinearDraftLoss()), lambda: drafts(SIZES, 0, steps=2)),
     Call("kl-top_k", first(lc.LigerFusedLinearKLDivLoss()), top_k),
 ]
 

@@ -165,14 +165,6 @@ def students(sizes: Sizes, seed: int, bias: bool = True, padding: int = 0, top_k
     return batch
 
 
-def drafts(sizes: Sizes, seed: int, steps: int = 1) -> Batch:
-    """Return hidden states of `steps` steps of a draft, and its teacher's. Positions of some tokens do not count."""
-    batch = students(sizes, seed)
-    batch["mask"] = batch.pop("target") != -100
-    batch["input"] = torch.stack([batch["input"].roll(k, -1) for k in range(steps)])
-    return batch
-
-
 LABELS = {
     "mixed": lambda n: torch.arange(n) % 3 != 1,
     "desirable": lambda n: torch.ones(n, dtype=torch.bool),

@@ -26,13 +26,11 @@ from liger_chunked import (
     CrossEntropyMetrics,
     DeferHandle,
     DistillationMetrics,
-    DraftMetrics,
     Examples,
     KeptIds,
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDistillationBase,
     LigerFusedLinearDPOLoss,
-    LigerFusedLinearDraftLoss,
     LigerFusedLinearGRPOLoss,
     LigerFusedLinearJSDLoss,
     LigerFusedLinearKTOLoss,
@@ -125,8 +123,6 @@ def losses(weight: Tensor, x: Tensor, target: Tensor, labels: Tensor) -> None:
     assert_type(jsd(weight, x, weight, x, target), tuple[Tensor, DistillationMetrics])
     assert_type(LigerFusedLinearKTOLoss()(weight, x, target, labels), tuple[Tensor, UnpairedPreferenceMetrics])
     assert_type(LigerFusedLinearULDLoss()(weight, x, weight, x), tuple[Tensor, DistillationMetrics])
-    draft = LigerFusedLinearDraftLoss(draft_ids=target, divergence="tvd", logits_budget="1GiB")
-    assert_type(draft(weight, x[None], weight, x), tuple[Tensor, DraftMetrics])
     on_policy = LigerFusedLinearOnPolicyDistillationLoss()
     assert_type(on_policy(weight, x, weight, x, target), tuple[Tensor, PolicyMetrics])
     assert_type(Hinge(beta=1.0)(weight, x, target), tuple[Tensor, PreferenceMetrics])

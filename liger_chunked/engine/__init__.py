@@ -17,7 +17,6 @@ adapter                          the low-rank term of an `AdaptedWeight`
 surroundings, side_stream        what surrounds products: no autocast, no hooks on saved tensors, a second stream
 candidates                       log-probabilities of ids that the caller names
 divergences, top_k, ranked       divergences of a tile of logits
-draft                            the same of a draft with fewer tokens, whose steps share a teacher's rows
 checks, collectives              what a caller gave; what ranks send, and agree on once
 """
 
@@ -42,7 +41,6 @@ from liger_chunked.engine.distillation import (
     divergences_of_tokens,
 )
 from liger_chunked.engine.divergences import ByAutograd, ClosedForm
-from liger_chunked.engine.draft import DraftDivergence, SharedRows
 from liger_chunked.engine.kept import check_kept
 from liger_chunked.engine.loss import fused_loss, loss_of_kept
 from liger_chunked.engine.packed import Packing, Sequences, count, sequences_of, whole
@@ -65,7 +63,6 @@ __all__ = [
     "Chunk",
     "ClosedForm",
     "Distillation",
-    "DraftDivergence",
     "Fused",
     "Group",
     "LossWeights",
@@ -76,7 +73,6 @@ __all__ = [
     "SequenceSplit",
     "Sequences",
     "Share",
-    "SharedRows",
     "Teacher",
     "TopK",
     "all_rows",

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from liger_chunked.engine import cutting, epilogue
 from liger_chunked.engine.cutting import Budget, Chunk, Tiles
-from liger_chunked.engine.draft import SharedRows
 from liger_chunked.engine.epilogue import EpilogueSource, EpilogueStatistics
 from liger_chunked.engine.invariant import ByTokenSource, InvariantSource
 from liger_chunked.engine.kept_products import KeptProducts
@@ -388,34 +387,21 @@ def for_distillation(
     options: LogitOptions,
     wants_weight: bool,
     teacher_dtype: torch.dtype | None = None,
-    shared: SharedRows | None = None,
-    teacher_columns: int | None = None,
 ) -> Plan:
     """Plan a distillation loss. Tiles are whole rows, for which the teacher's logits are computed.
 
     Args:
         bytes_per_logit: of a student's logit with all that lives beside it for a tile.
         wants_weight: whether dW is computed.
-        shared: which of the teacher's rows several rows share, and no cut should part.
-        teacher_columns: of the teacher of a draft for each token of the draft. None: the student is no draft.
     """
     if shapes_only():
         return _of_shapes(rows, dtype, options)
     rows = on_this_rank(rows)
     budget, n_valid = budget_of(head, options, dtype), rows.n_valid
     _warn_of_few_rows(budget, bytes_per_logit, n_valid)
-    if teacher_columns is None:
-        chunk_tokens, tile_rows = cutting.chunk_and_tile(budget, n_valid, bytes_per_logit, wants_weight)
-    else:
-        chunk_tokens, tile_rows = cutting.chunk_and_tile_of_draft(
-            budget, n_valid, bytes_per_logit, wants_weight, teacher_columns
-        )
-    if shared is None or not n_valid:
-        chunks = cutting.chunks_of_tokens(n_valid, chunk_tokens)
-        tiles = tuple(cutting.whole_rows(chunk.length, head.columns, tile_rows) for chunk in chunks)
-    else:
-        chunks = tuple(Chunk(part, part) for part in shared.pieces(slice(0, n_valid), chunk_tokens))
-        tiles = tuple(shared.tiles(chunk.row_slice, head.columns, tile_rows) for chunk in chunks)
+    chunk_tokens, tile_rows = cutting.chunk_and_tile(budget, n_valid, bytes_per_logit, wants_weight)
+    chunks = cutting.chunks_of_tokens(n_valid, chunk_tokens)
+    tiles = tuple(cutting.whole_rows(chunk.length, head.columns, tile_rows) for chunk in chunks)
     rows, scattered = scatter_rows(rows, chunks, head)
     plan = Plan(
         rows=rows,

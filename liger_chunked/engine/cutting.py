@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from liger_chunked.kernels.tuning.generic import (
     CHUNK_TOKENS,
-    DRAFT_LOGITS,
     FEWEST_TEACHER_TOKENS,
     MIN_TILE_COLUMNS,
     ONE_CHUNK,
@@ -192,9 +191,7 @@ def single_rows(n_rows: int, columns: int) -> Tiles:
     return tuple(Tile(slice(row, row + 1), slice(0, columns)) for row in range(n_rows))
 
 
-def chunk_and_tile(
-    budget: Budget, n_tokens: int, bytes_per_logit: int, wants_weight: bool, teacher_columns: int | None = None
-) -> tuple[int, int]:
+def chunk_and_tile(budget: Budget, n_tokens: int, bytes_per_logit: int, wants_weight: bool) -> tuple[int, int]:
     """Return the most tokens of a distillation chunk, and of a tile of teacher logits.
 
     The student's logits of a chunk are alive until its dW, which takes one product a chunk; the teacher's only for a
@@ -204,7 +201,6 @@ def chunk_and_tile(
         n_tokens: of the batch.
         bytes_per_logit: of a student's logit with all that lives beside it for a tile.
         wants_weight: whether dW is computed.
-        teacher_columns: of the teacher for each token of the student. None: as many as the student's.
     """
     vocab_size, itemsize = budget.vocab_size, budget.itemsize
     tokens = max(1, budget.logits(n_tokens, bytes_per_logit) // vocab_size)
@@ -212,29 +208,10 @@ def chunk_and_tile(
     if not (beside and wants_weight):
         return tokens, tokens
     # Tiles of a small vocabulary have more tokens, because a product needs a least size.
-    more = max(1, TEACHER_VOCAB // (teacher_columns or vocab_size))
+    more = max(1, TEACHER_VOCAB // vocab_size)
     if budget.given is None and n_tokens * vocab_size * itemsize <= ONE_CHUNK:
         tile = max(1, min(n_tokens, more * TEACHER_TOKENS))
         if 2 * tile * beside <= n_tokens * itemsize:
             return max(tokens, n_tokens), tile
     tile = max(min(tokens, more * FEWEST_TEACHER_TOKENS), min(tokens // 2, more * TEACHER_TOKENS))
     return (tokens * bytes_per_logit - tile * beside) // itemsize, tile
-
-
-def chunk_and_tile_of_draft(
-    budget: Budget, n_tokens: int, bytes_per_logit: int, wants_weight: bool, teacher_columns: int
-) -> tuple[int, int]:
-    """Return the same of a draft, whose automatic budget is `DRAFT_LOGITS`, or that less the float32 part of dW.
-
-    Of several chunks, dW is summed in float32, and the end of a step rounds it, with a copy. Logits are free by then,
-    so that as many bytes of them as the copy has cost nothing.
-    """
-    if budget.given is not None:
-        return chunk_and_tile(budget, n_tokens, bytes_per_logit, wants_weight, teacher_columns)
-    given = budget._replace(given=DRAFT_LOGITS)
-    chunk, tile = chunk_and_tile(given, n_tokens, bytes_per_logit, wants_weight, teacher_columns)
-    if chunk < n_tokens and wants_weight and budget.itemsize < 4:
-        copy = budget.vocab_size * budget.hidden_size * budget.itemsize
-        given = budget._replace(given=max(copy, DRAFT_LOGITS - copy))
-        chunk, tile = chunk_and_tile(given, n_tokens, bytes_per_logit, wants_weight, teacher_columns)
-    return chunk, tile

@@ -18,7 +18,6 @@ from liger_chunked.engine.adapter import apply_down
 from liger_chunked.engine.checks import compute_dtype
 from liger_chunked.engine.cutting import Chunk, Tile
 from liger_chunked.engine.divergences import ByAutograd, ClosedForm
-from liger_chunked.engine.draft import DraftDivergence, SharedRows
 from liger_chunked.engine.plan import Plan, Tokens
 from liger_chunked.engine.ranked import Ranked
 from liger_chunked.engine.rows import Rows, hide_ignored
@@ -32,15 +31,13 @@ from liger_chunked.shapes import shapes_only
 from liger_chunked.types import HeadTensors, LogitOptions, LossHead, accumulation_dtype
 
 # Each computes a divergence per token from untransformed logits (n, V).
-Route = ByAutograd | ClosedForm | Ranked | TopK | DraftDivergence
+Route = ByAutograd | ClosedForm | Ranked | TopK
 
 
 class Divergences(NamedTuple):
     divergence: Tensor
     logps: Tensor | None  # of the target
-    by_scale: Tensor | None  # as in `Measured`, like what follows
-    accepted: Tensor | None = None
-    agrees: Tensor | None = None
+    by_scale: Tensor | None  # as in `Measured`
 
 
 class LossWeights(NamedTuple):
@@ -83,34 +80,17 @@ class Teacher(NamedTuple):
     options: LogitOptions
     dtype: torch.dtype
     u: Tensor | None = None  # (..., r), of an adapter
-    shared: SharedRows | None = None  # None: a row for each row of the step
 
     @classmethod
-    def of(cls, head: LossHead, input: Tensor, options: LogitOptions, shared: SharedRows | None = None) -> Teacher:
+    def of(cls, head: LossHead, input: Tensor, options: LogitOptions) -> Teacher:
         dtype = compute_dtype(head, input)
         with torch.no_grad():
             tensors, u = apply_down(head, input, dtype)
-        return cls(tensors, input, options, dtype, u, shared)
+        return cls(tensors, input, options, dtype, u)
 
     def readers(self, plan: Plan, row_slice: slice) -> list[Callable[[slice], Tensor]]:
-        """Return functions from rows to hidden states and `u`, of as many rows unless rows are `shared`."""
-        given, shared = [x for x in (self.input, self.u) if x is not None], self.shared
-        if shared is None:
-            return [plan.reader(x, row_slice, self.dtype) for x in given]
-        return [shared.reader(x.reshape(-1, x.shape[-1]), self.dtype) for x in given]
-
-    def most_rows(self, plan: Plan) -> int:
-        """The most rows of a tile."""
-        shared = self.shared
-        if shared is None:
-            return plan.most_rows
-        most = 0
-        for chunk, tiles in zip(plan.chunks, plan.tiles, strict=True):
-            first = chunk.row_slice.start
-            for rows, _ in tiles:
-                used = shared.used_by(slice(first + rows.start, first + rows.stop))
-                most = max(most, used.stop - used.start)
-        return most
+        """Return functions from rows to hidden states and `u`."""
+        return [plan.reader(x, row_slice, self.dtype) for x in (self.input, self.u) if x is not None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,9 +121,7 @@ class Distillation(Objective):
 
     def without_values(self, plan: Plan, device: torch.device) -> Divergences:
         x = torch.empty(plan.rows.n_valid, dtype=accumulation_dtype(plan.dtype), device=device)
-        target, scale = x if self.has_target else None, x if isinstance(self.route, Ranked) else None
-        draft = x if isinstance(self.route, DraftDivergence) else None
-        return Divergences(x, target, scale, accepted=draft, agrees=draft)
+        return Divergences(x, x if self.has_target else None, x if isinstance(self.route, Ranked) else None)
 
     def of_live_rows(self) -> Distillation:
         """Return the step of the rows whose `weights`, of single tokens, are not all 0. Waits for the device."""
@@ -232,7 +210,7 @@ class DivergenceSource:
                 name: self._at(name, g, in_chunk).to(getattr(measured, name).dtype) for name, g in upstream.items()
             }
             measured.backward(given["divergence"], given.get("logps"))
-        return Divergences(**{name: getattr(measured, name) for name in Divergences._fields})
+        return Divergences(measured.divergence, measured.logps, measured.by_scale)
 
     def _at(self, name: str, g: Tensor, rows: slice) -> Tensor:
         """Return the upstream gradients of some rows: of single tokens their own, of equal ones as many."""
@@ -308,7 +286,7 @@ class _TeacherLogits:
         if self._logits is None:
             # Not earlier: the GPU is idle until the student's first product.
             self._logits = LogitsSource(self._teacher.head.for_products(self._teacher.dtype), self._teacher.options)
-            self._logits.reserve(self._teacher.most_rows(self._plan) * self._logits.columns)
+            self._logits.reserve(self._plan.most_rows * self._logits.columns)
         return self._logits.project_all(*(read(row_slice) for read in self._readers))
 
 
@@ -335,8 +313,6 @@ def distillation_loss(
         options=options,
         wants_weight=torch.is_grad_enabled() and head.weight.requires_grad,
         teacher_dtype=teacher_dtype,
-        shared=None if teacher is None else teacher.shared,
-        teacher_columns=route.teacher_columns_per_row if isinstance(route, DraftDivergence) else None,
     )
     if plan.scattered is not None and isinstance(route, TopK):
         order = plan.scattered.order

@@ -29,9 +29,6 @@ class Measured(NamedTuple):
     logps: Tensor | None  # of the target
     backward: Callable[[Tensor, Tensor | None], object]
     by_scale: Tensor | None = None  # of `Ranked`: the derivative of the divergence by the student's scale
-    # Of `DraftDivergence`:
-    accepted: Tensor | None = None  # sum min(p, q)
-    agrees: Tensor | None = None  # bool, whether both find the same token most likely
 
 
 # The largest slopes assumed of divergences whose slope has no bound. In float16 a gradient steeper than assumed
@@ -72,7 +69,7 @@ class ClosedForm:
         return student.itemsize + teacher.itemsize
 
     def slopes(self) -> Slopes:
-        return slopes_of_divergence(self.options, steepest_of(self.divergence, self.options.temperature))
+        return slopes_of_divergence(self.options, _steepest(self.divergence, self.options.temperature))
 
     def measure(
         self, student: Tensor, teacher: Tensor | None, target: Tensor | None, rows: slice, with_gradient: bool
@@ -91,7 +88,7 @@ class ClosedForm:
         return Measured(stats.divergence, stats.logps, backward)
 
 
-def steepest_of(divergence: Divergence, temperature: float) -> float:
+def _steepest(divergence: Divergence, temperature: float) -> float:
     """Return a bound on the gradient by a logit that is divided by the temperature."""
     kind, beta = divergence.kind, divergence.beta
     if kind == "reverse_kl":

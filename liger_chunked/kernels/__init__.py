@@ -16,7 +16,6 @@ from liger_chunked.kernels.add_rows import SortedRows, add_rows_, sorted_rows
 from liger_chunked.kernels.cross_entropy import liger_cross_entropy
 from liger_chunked.kernels.divergence import DivergenceStats, divergence_stats, tail_stats
 from liger_chunked.kernels.divergence_grad import divergence_grad_, tail_grad_
-from liger_chunked.kernels.divergence_sums import Sums, sums
 from liger_chunked.kernels.logits_grad import LogitsCotangents, logits_grad_, slopes_of_stats
 from liger_chunked.kernels.logits_stats import (
     ExactTarget,
@@ -50,7 +49,6 @@ __all__ = [
     "RowFactors",
     "RowScales",
     "SortedRows",
-    "Sums",
     "add_rows_",
     "add_target_rows_of_weight",
     "divergence_grad_",
@@ -75,7 +73,6 @@ __all__ = [
     "scale_rows",
     "slopes_of_stats",
     "sorted_rows",
-    "sums",
     "survey",
     "survey_top_k",
     "tail_grad_",

@@ -55,14 +55,13 @@ class _TotalVariation(NamedTuple):
     divergence: Tensor
     below: Tensor
     above: Tensor
-    overlap: Tensor | None
 
 
 def _added(values: Values, gather: Gather | None) -> Values:
     if gather is None:
         return values
     columns = zip(*gather(values), strict=True)
-    return type(values)(*(None if column[0] is None else torch.stack(column).sum(0) for column in columns))
+    return type(values)(*(torch.stack(column).sum(0) for column in columns))
 
 
 class DivergenceStats(NamedTuple):
@@ -74,7 +73,6 @@ class DivergenceStats(NamedTuple):
     slope: Tensor | None = None  # of reverse KL and mixtures
     below: Tensor | None = None  # of TVD
     above: Tensor | None = None
-    overlap: Tensor | None = None  # sum min(p, q)
     of_student: Tensor | None = None  # of the cosine: factor of z in the gradient
     of_teacher: Tensor | None = None  # factor of t
 
@@ -136,11 +134,10 @@ def _log2_prob(z, centre, log_sum, inv_temperature):
 @jit
 def _compare_block(
     z_ptr, t_ptr, cols, n_cols,
-    centre, sum_exp, log_sum, teacher_centre, teacher_sum_exp, teacher_log_sum, on_p, on_q, on_ratio_sum, overlap,
+    centre, sum_exp, log_sum, teacher_centre, teacher_sum_exp, teacher_log_sum, on_p, on_q, on_ratio_sum,
     scale, softcap, inv_temperature, teacher_scale, teacher_softcap, teacher_inv_temperature,
     beta, one_minus_beta, even,
-    KIND: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr, WHOLE: tl.constexpr, PRECISE: tl.constexpr,
-    CENTRAL: tl.constexpr,
+    KIND: tl.constexpr, RATIO: tl.constexpr, WHOLE: tl.constexpr, PRECISE: tl.constexpr, CENTRAL: tl.constexpr,
 ):  # fmt: skip
     """Add a block of both rows; -inf adds 0."""
     z = transform_block(load_block(z_ptr, cols, n_cols, WHOLE), scale, softcap, None)
@@ -158,7 +155,7 @@ def _compare_block(
         on_q += p * ratio * (gap - m_over_p)
         if RATIO:
             on_ratio_sum += p * tl.exp2(gap - m_over_p)
-        return on_p, on_q, on_ratio_sum, overlap
+        return on_p, on_q, on_ratio_sum
     p, log_p = softmax_block(z, centre, sum_exp, log_sum, inv_temperature, PRECISE)
     q, log_q = softmax_block(t, teacher_centre, teacher_sum_exp, teacher_log_sum, teacher_inv_temperature, PRECISE)
     if KIND == "mixture":
@@ -172,17 +169,14 @@ def _compare_block(
         on_q += tl.abs(p - q)
         on_p += below
         on_ratio_sum += p - below
-        if OVERLAP:
-            # Not 1 - sum |p - q| / 2, which cancels where models hardly agree.
-            overlap += tl.minimum(p, q, propagate_nan=tl.PropagateNan.ALL)
-    return on_p, on_q, on_ratio_sum, overlap
+    return on_p, on_q, on_ratio_sum
 
 
 @Kernel
 def _second_sweep_kernel(
     z_ptr, z_stride, t_ptr, t_stride,
     centre_ptr, sum_exp_ptr, log_sum_ptr, teacher_centre_ptr, teacher_sum_exp_ptr, teacher_log_sum_ptr,
-    divergence_ptr, first_ptr, second_ptr, overlap_ptr,
+    divergence_ptr, first_ptr, second_ptr,
     n_cols, scale, softcap, inv_temperature, teacher_scale, teacher_softcap, teacher_inv_temperature,
     beta, one_minus_beta, even, on_student, on_teacher, on_ratio,
     KIND: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, PRECISE: tl.constexpr, CENTRAL: tl.constexpr,
@@ -201,22 +195,19 @@ def _second_sweep_kernel(
     on_p = tl.zeros([BLOCK], tl.float32)
     on_q = tl.zeros([BLOCK], tl.float32)
     ratio_sum = tl.zeros([BLOCK], tl.float32)
-    overlap = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, whole_blocks, BLOCK, num_stages=STAGES):
-        on_p, on_q, ratio_sum, overlap = _compare_block(
+        on_p, on_q, ratio_sum = _compare_block(
             z_ptr + start, t_ptr + start, lanes, n_cols,
             centre, sum_exp, log_sum, teacher_centre, teacher_sum_exp, teacher_log_sum, on_p, on_q, ratio_sum,
-            overlap, scale, softcap, inv_temperature, teacher_scale, teacher_softcap, teacher_inv_temperature,
-            beta, one_minus_beta, even, KIND, on_ratio is not None, overlap_ptr is not None, True,
-            PRECISE, CENTRAL,
+            scale, softcap, inv_temperature, teacher_scale, teacher_softcap, teacher_inv_temperature,
+            beta, one_minus_beta, even, KIND, on_ratio is not None, True, PRECISE, CENTRAL,
         )  # fmt: skip
     if whole_blocks < n_cols:
-        on_p, on_q, ratio_sum, overlap = _compare_block(
+        on_p, on_q, ratio_sum = _compare_block(
             z_ptr, t_ptr, whole_blocks + lanes, n_cols,
             centre, sum_exp, log_sum, teacher_centre, teacher_sum_exp, teacher_log_sum, on_p, on_q, ratio_sum,
-            overlap, scale, softcap, inv_temperature, teacher_scale, teacher_softcap, teacher_inv_temperature,
-            beta, one_minus_beta, even, KIND, on_ratio is not None, overlap_ptr is not None, False,
-            PRECISE, CENTRAL,
+            scale, softcap, inv_temperature, teacher_scale, teacher_softcap, teacher_inv_temperature,
+            beta, one_minus_beta, even, KIND, on_ratio is not None, False, PRECISE, CENTRAL,
         )  # fmt: skip
     divergence = 0.0
     slope = 0.0
@@ -224,8 +215,6 @@ def _second_sweep_kernel(
         divergence += 0.5 * tl.sum(on_q, axis=0)
         slope += tl.sum(on_p, axis=0)  # `below`
         tl.store(second_ptr + row, tl.sum(ratio_sum, axis=0))
-        if overlap_ptr is not None:
-            tl.store(overlap_ptr + row, tl.sum(overlap, axis=0))
     else:
         unit = 0.6931471805599453 if CENTRAL else 1.0  # bits or nats
         if on_teacher is not None:
@@ -265,7 +254,7 @@ def normaliser_arguments(normalisers: Sums | None) -> dict[str, Tensor | None]:
 
 def _second_sweep_triton(
     student: Tensor, teacher: Tensor, normalisers: Sums, divergence: Divergence, options: LogitOptions,
-    teacher_options: LogitOptions, overlap: Tensor | None,
+    teacher_options: LogitOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     n = student.shape[0]
     value, first, second = (torch.empty_like(normalisers.centre) for _ in range(3))
@@ -276,7 +265,6 @@ def _second_sweep_triton(
             divergence_ptr=value,
             first_ptr=first,
             second_ptr=second,
-            overlap_ptr=overlap,
             **mixture_arguments(divergence, student.dtype),
             on_teacher=divergence.on_teacher or None,
             KIND=divergence.kind,
@@ -300,7 +288,7 @@ def log_ratios_torch(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor,
 
 def _second_sweep_torch(
     student: Tensor, teacher: Tensor, normalisers: Sums, divergence: Divergence, options: LogitOptions,
-    teacher_options: LogitOptions, overlap: Tensor | None,
+    teacher_options: LogitOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     value, first, second = (torch.empty_like(normalisers.centre) for _ in range(3))
     for rows in row_blocks(student):
@@ -310,8 +298,6 @@ def _second_sweep_torch(
             below = p * (0.5 - 0.5 * (p - q).sign())
             value[rows] = 0.5 * (p - q).abs().sum(1)
             first[rows], second[rows] = below.sum(1), (p - below).sum(1)
-            if overlap is not None:
-                overlap[rows] = torch.minimum(p, q).sum(1)
             continue
         log_p, log_q = log_p.clamp_(min=LOG_ZERO), log_q.clamp_(min=LOG_ZERO)
         p = log_p.exp()
@@ -379,31 +365,25 @@ def divergence_stats(
     options: LogitOptions,
     teacher_options: LogitOptions,
     gather: Gather | None = None,
-    normalisers: Sums | None = None,
-    with_overlap: bool = False,
 ) -> DivergenceStats:
     """Return divergences of pairs of rows, with sums for gradients.
 
     Args:
         student, teacher: (N, V) logits before the transform, rows contiguous.
         target: (N,) int64. With `gather`, for a split vocabulary, columns of this rank, or out of range.
-        normalisers: the sums of these rows, if known; the teacher's may be over more tokens than these columns.
-        with_overlap: whether TVD has the `overlap` too.
     """
     if divergence.kind == "cosine":
         return _cosine_stats(student, teacher, target, options, teacher_options, gather)
     hard = target is not None and options.temperature != 1.0
-    if normalisers is None:
-        normalisers = _sums(student, teacher, target, divergence.kind, options, teacher_options, hard, gather)
+    normalisers = _sums(student, teacher, target, divergence.kind, options, teacher_options, hard, gather)
     logps = _log_prob(normalisers)
     if divergence.kind in _TWO_SWEEPS:
         on_triton = both_on_triton(student, teacher) and student.shape[1]
         compute = _second_sweep_triton if on_triton else _second_sweep_torch
-        overlap = torch.empty_like(normalisers.centre) if with_overlap else None
-        value, first, second = compute(student, teacher, normalisers, divergence, options, teacher_options, overlap)
+        value, first, second = compute(student, teacher, normalisers, divergence, options, teacher_options)
         if divergence.kind == "tvd":
-            distance, below, above, overlap = _added(_TotalVariation(value, first, second, overlap), gather)
-            return DivergenceStats(distance, normalisers, logps, below=below, above=above, overlap=overlap)
+            distance, below, above = _added(_TotalVariation(value, first, second), gather)
+            return DivergenceStats(distance, normalisers, logps, below=below, above=above)
         mixture = _added(_Mixture(value, first), gather)
         return DivergenceStats(mixture.divergence, normalisers, logps, slope=mixture.slope)
     assert normalisers.divergence is not None

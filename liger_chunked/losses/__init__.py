@@ -10,7 +10,6 @@ from liger_chunked.losses.cpo import LigerFusedLinearCPOLoss
 from liger_chunked.losses.cross_entropy import LigerFusedLinearCrossEntropyLoss
 from liger_chunked.losses.distillation import LigerFusedLinearDistillationBase
 from liger_chunked.losses.dpo import LigerFusedLinearDPOLoss
-from liger_chunked.losses.draft import LigerFusedLinearDraftLoss
 from liger_chunked.losses.grpo import LigerFusedLinearGRPOLoss
 from liger_chunked.losses.jsd import LigerFusedLinearJSDLoss
 from liger_chunked.losses.kl import LigerFusedLinearKLDivLoss
@@ -39,7 +38,6 @@ __all__ = [
     "LigerFusedLinearCrossEntropyLoss",
     "LigerFusedLinearDPOLoss",
     "LigerFusedLinearDistillationBase",
-    "LigerFusedLinearDraftLoss",
     "LigerFusedLinearGRPOLoss",
     "LigerFusedLinearJSDLoss",
     "LigerFusedLinearKLDivLoss",

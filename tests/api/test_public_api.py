@@ -32,8 +32,6 @@ MODULES = (
     "liger_chunked.integrations.frameworks.nemo_rl",
     "liger_chunked.integrations.frameworks.prime_rl",
     "liger_chunked.integrations.frameworks.skyrl",
-    "liger_chunked.integrations.frameworks.specforge",
-    "liger_chunked.integrations.frameworks.speculators",
     "liger_chunked.integrations.transformers",
     "liger_chunked.integrations.trl",
     "liger_chunked.integrations.frameworks.verl",

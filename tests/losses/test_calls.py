@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from table import SMALL, Batch, drafts, examples, pairs, rollouts, students, tokens
+from table import SMALL, Batch, examples, pairs, rollouts, students, tokens
 from torch import Tensor, nn
 
 import liger_chunked as lc
@@ -71,11 +71,6 @@ LOSSES: dict[str, tuple[Any, Callable[[], Batch], dict[str, Any]]] = {
         {"weight_soft_loss": 0.9},
     ),
     "uld": (lc.LigerFusedLinearULDLoss, two_vocabularies, {"temperature": 2.0}),
-    "draft": (
-        lc.LigerFusedLinearDraftLoss,
-        lambda: drafts(SMALL, 0, 2),
-        {"divergence": "jsd"},
-    ),
     "on_policy_distillation": (
         lc.LigerFusedLinearOnPolicyDistillationLoss,
         lambda: students(SMALL, 0),

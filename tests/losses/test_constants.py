@@ -17,7 +17,7 @@ from liger_chunked.calls import altered
 # Arguments with a gradient, and those that hold no floating-point tensor.
 DIFFERENTIATED = {"weight", "input", "hidden", "bias", "scale"}
 NO_FLOATS = {"target", "nll_target", "kl_target", "preference_labels", "teacher_ids", "cu_seqlens"}
-NO_FLOATS |= {"vocab_shard", "sequence_group", "teacher_rows"}
+NO_FLOATS |= {"vocab_shard", "sequence_group"}
 OTHER_HEADS = ("ref_weight", "ref_bias", "teacher_weight", "teacher_bias")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import eager
 import pytest
 import torch
-from table import SMALL, Batch, drafts, evaluate, relative_error, rollouts, students, tokens
+from table import SMALL, Batch, evaluate, relative_error, rollouts, students, tokens
 from torch import Tensor
 
 from liger_chunked import losses
@@ -49,7 +49,6 @@ LOSSES: dict[str, tuple[Any, Callable[..., Batch], Callable[..., Any] | None]] =
     "top-k": (losses.LigerFusedLinearJSDLoss(), lambda *a: students(*a, top_k=3), None),
     "on-policy": (losses.LigerFusedLinearOnPolicyDistillationLoss(), sampled, None),
     "uld": (losses.LigerFusedLinearULDLoss(), without_target, None),
-    "draft": (losses.LigerFusedLinearDraftLoss(step_decay=0.5), lambda *a: drafts(*a, steps=2), None),
 }
 NOTHING = {
     "int": 0,

@@ -14,7 +14,6 @@ import torch
 from table import (
     SMALL,
     Batch,
-    drafts,
     evaluate,
     examples,
     pairs,
@@ -107,8 +106,6 @@ CHANGES: dict[str, list[Any]] = {
     "ratio_max": [0.9, None], "ipo_threshold": [0.001], "fipo_half_life": [1.0], "fipo_clip_low": [0.5],
     "fipo_clip_high": [0.8], "fipo_safety_ratio": [1.01, None], "real_temperature": [0.1], "group_size": [3],
     "a2po_beta": [0.5], "sampler_kl_coef": [0.4],
-    "draft_ids": [torch.arange(SMALL.vocab).flip(0)], "divergence": ["reverse_kl", "jsd", "tvd", "log_acceptance"],
-    "renormalize": [True], "skip_outside": [True], "step_decay": [0.5],
 }  # fmt: skip
 # Memory and rounding, what a call requires or returns, and the names that `OF_EVERY_KIND` goes through.
 OTHER_OPTIONS = {
@@ -192,8 +189,6 @@ OF_EVERY_KIND: list[tuple[Any, dict[str, Any], Callable[[], list[Batch]]]] = [
         {},
         lambda: [{name: x for name, x in students(SMALL, seed=3).items() if name != "target"}],
     ),
-    (lc.LigerFusedLinearDraftLoss, {}, lambda: [drafts(SMALL, seed=3, steps=2)]),
-    (lc.LigerFusedLinearDraftLoss, {"divergence": "jsd"}, lambda: [drafts(SMALL, seed=3, steps=2)]),
 ]
 
 
@@ -204,7 +199,6 @@ READS_BETA = [
     pytest.param(*case, id=name)
     for name, case in zip(BY_KIND, OF_EVERY_KIND, strict=True)
     if "beta" in parameters_of(case[0]) and "beta" not in case[1] and case[1].get("loss_type") != "sft"
-    if case[0] is not lc.LigerFusedLinearDraftLoss or case[1].get("divergence") == "jsd"
 ]
 
 

@@ -76,7 +76,6 @@ ONE_CHUNK = 2_500_000_000
 CHUNK_TOKENS = 4096  # fewest under the automatic budget
 ROUND = 256  # of chunks and tiles: rows of the largest cuBLAS tile
 MIN_TILE_COLUMNS = 1024  # narrower products are slow
-DRAFT_LOGITS = 960 << 20  # most bytes of both models' logits under the automatic budget of a draft
 TEACHER_TOKENS = 2048  # most teacher tokens at once; 1024 take the same time, within 1%
 FEWEST_TEACHER_TOKENS = 512  # the same under a small budget
 TEACHER_VOCAB = 152_000  # smaller ones allow proportionally more tokens
