@@ -151,14 +151,20 @@ def _written_by(node: Node) -> list[Node]:
     """Return the arguments that an operation of a graph changes in place."""
     if isinstance(node.target, (type(MARK), type(aten.alias))):
         schemas = written_arguments(node.target)
-        written: Any = [node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in schemas]
+        written: Any = [_argument(node, i, name) for i, name in schemas]
     else:
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
         at = inplace_at(node.target) if callable(node.target) else -1
         first = is_write(name) or is_inplace(at, node.args, node.kwargs)
         written = [node.kwargs.get("out"), node.args[0] if first and node.args else None]
+        if name in ("embedding", "embedding_bag") and _argument(node, 3, "max_norm") is not None:
+            written.append(_argument(node, 1, "weight"))
     tensors = [y for x in written for y in (x if isinstance(x, (list, tuple)) else (x,))]
     return [x for x in tensors if isinstance(x, Node)]
+
+
+def _argument(node: Node, index: int, name: str) -> Any:
+    return node.args[index] if index < len(node.args) else node.kwargs.get(name)
 
 
 def _ancestors(nodes: list[Node]) -> set[Node]:

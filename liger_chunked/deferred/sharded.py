@@ -51,7 +51,8 @@ def keep_gathered(layer: nn.Module, weight: Tensor) -> str | None:
         if torch.distributed.is_initialized():
             return "this torch does not show which module of FSDP holds its weight, which may be freed before the loss"
         return None
-    owner = _owner(layer, weight)
+    # In a graph a namespace stands for the layer: FSDP gathers the graph's tensors around it.
+    owner = _owner(layer, weight) if isinstance(layer, nn.Module) else None
     if owner is not None:
         # Raised for a group that only replicates, which never frees its weights after a forward.
         with contextlib.suppress(AssertionError):

@@ -89,13 +89,17 @@ class _Call(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A function of logits, by its key in `_FUNCTIONS`; logits among the arguments are a `_Call` or a `_Step`."""
+    """A function of logits, by its key in `_FUNCTIONS`; logits among the arguments are a `_Call` or a `_Step`.
+
+    It may run under another `autocast` than the call of the head.
+    """
 
     number: int
     made: _Made
     key: str
     args: Any
     kwargs: Any
+    autocast: torch.dtype | None
 
     @property
     def name(self) -> str:
@@ -140,8 +144,7 @@ def _logits(x: Any) -> Any:
                 known[number] = _product(x)
             else:
                 args, kwargs = _logits(x.args), _logits(x.kwargs)
-                call = _call_of(x)
-                with _under(call.hidden.device.type, call.autocast):
+                with _under(_call_of(x).hidden.device.type, x.autocast):
                     known[number] = _applied(x.key, args, kwargs)
         return known[number]
     if isinstance(x, (list, tuple)):
@@ -279,11 +282,9 @@ def _recorded(key: str, args: Any, kwargs: Any, result: Tensor) -> Any:
     written = [z for z in logits if z._expression.made.written]
     if written or not logits or not _is_simple(args) or any(isinstance(x, Tensor) for x in kwargs.values()):
         return result
-    calls = [_call_of(x._expression) for x in logits]
-    if any(call.autocast != _autocast(call.hidden.device.type) for call in calls):
-        return result
     args = tuple([x._expression if isinstance(x, TracedLogits) else x for x in args])
-    return _traced(result, _Step(_next_number(), logits[0]._expression.made, key, args, kwargs))
+    made, autocast = logits[0]._expression.made, _autocast(result.device.type)
+    return _traced(result, _Step(_next_number(), made, key, args, kwargs, autocast))
 
 
 def _is_simple(args: Any) -> bool:
@@ -395,7 +396,7 @@ class _Parts:
             return "call", self._call(x, live)
         if isinstance(x, _Step):
             args, kwargs = self.encoded(x.args, live and x.name != "detach"), self.encoded(x.kwargs, False)
-            return "step", x.key, args, kwargs, _call_of(x).autocast
+            return "step", x.key, args, kwargs, x.autocast
         if isinstance(x, Tensor):
             return "tensor", self._tensor(x)
         if isinstance(x, slice):

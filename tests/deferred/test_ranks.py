@@ -36,7 +36,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from liger_chunked import DeferredLogits, defer_logits
+from liger_chunked import DeferredLogits, defer_logits, whole_graph
+from liger_chunked.deferred import traced
 
 V, H, B, T, STEPS = 22, 8, 2, 6, 3
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
@@ -381,6 +382,53 @@ def read_late(rank: int, folder: str, apart: str) -> None:
 @pytest.mark.parametrize("apart", [False, True])
 def test_reading_after_the_backward(tmp_path: Path, fresh_process: FreshProcesses, apart: bool) -> None:
     fresh_process.spawn(read_late, 2, str(tmp_path), str(apart))
+
+
+class WithLoss(Decoder):
+    def forward(self, ids: Tensor) -> Tensor:
+        return shifted(super().forward(ids), ids, None)
+
+
+def steps_of_fsdp2(defers: bool) -> list[Tensor]:
+    """Return losses, and this rank's parts of the parameters, of a model that is compiled if its head defers."""
+    torch.manual_seed(0)
+    model, known = WithLoss().double(), []
+    if defers:
+        defer_logits(model.head, logits_budget=4 * 8 * V)
+    run = fsdp2(model)
+    if defers:
+        run.compile(backend="aot_eager")
+    optimizer = torch.optim.SGD(run.parameters(), lr=0.5)
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+    for _ in range(STEPS):
+        ids = torch.randint(V, (B, T), generator=generator)
+        loss = run(ids)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        known += [loss.detach(), *map(own, run.parameters())]
+    return known
+
+
+def compiled_worker(rank: int, world: str, folder: str) -> None:
+    join(rank, world, folder)
+    stock, n_fused, run = steps_of_fsdp2(False), 0, traced._run
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal n_fused
+        n_fused += 1
+        return run(*args, **kwargs)
+
+    whole_graph.FUNCTIONS["deferred"] = noted
+    torch.testing.assert_close(steps_of_fsdp2(True), stock, rtol=1e-12, atol=1e-12)
+    whole_graph.FUNCTIONS["deferred"] = run
+    assert n_fused >= STEPS
+    dist.destroy_process_group()
+
+
+def test_a_compiled_loss_inside_fsdp2(tmp_path: Path, fresh_process: FreshProcesses) -> None:
+    """Its operator has the tensors of the head, and no module of FSDP's around it."""
+    fresh_process.spawn(compiled_worker, 2, "2", str(tmp_path))
 
 
 def worker(rank: int, world: str, folder: str, layouts: str, device: str, every: str) -> None:

@@ -404,6 +404,48 @@ def test_hidden_states_changed_without_grad_raise(leaves, write):
         torch.compile(run, backend="aot_eager")(x).sum().backward()
 
 
+@pytest.mark.parametrize("bag", [False, True])
+def test_an_embedding_that_renormalizes_the_weight_raises(bag):
+    """A tied embedding with a `max_norm` writes its weight, which the loss would read changed."""
+    head, x = made_head()
+    defer_logits(head)
+    embed = functools.partial(F.embedding_bag if bag else F.embedding, max_norm=0.1)
+
+    @torch.no_grad()
+    def run(x: Tensor) -> Tensor:
+        z = head(x)
+        written = embed(IDS, head.weight).sum()
+        return F.cross_entropy(z.view(-1, V), TARGET.view(-1)) + written
+
+    with pytest.raises(RuntimeError, match="changed in place"):
+        torch.compile(run, backend="aot_eager")(x)
+
+
+@pytest.mark.parametrize("loss", [False, True])
+@pytest.mark.parametrize("head_too", [False, True])
+def test_autocast_around_the_head_or_the_loss_alone(head_too, loss):
+    """Each step runs under the autocast that it had, and the loss is fused."""
+
+    def step(head: nn.Linear, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=head_too):
+            z = head(x).view(-1, V)
+        with torch.autocast("cpu", torch.bfloat16, enabled=loss):
+            return F.cross_entropy(z.float(), TARGET.view(-1))
+
+    found = []
+    for defers in (False, True):
+        head, x = made_head()
+        head, x, compiled = head.float(), x.detach().float().requires_grad_(), Compiled()
+        if defers:
+            defer_logits(head)
+        value = torch.compile(step, fullgraph=True, backend=compiled.backend)(head, x)
+        value.backward()
+        assert (compiled.n_fused, compiled.n_logits) == ((1, 0) if defers else (0, 1))
+        found.append((value, x.grad, head.weight.grad))
+    # The logits of stock are rounded to bfloat16.
+    torch.testing.assert_close(found[1], found[0], rtol=2e-2 if head_too else 1e-5, atol=2e-3 if head_too else 1e-6)
+
+
 # Logits that leave the graph
 
 
