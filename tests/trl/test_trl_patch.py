@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import importlib
 import sys
+import threading
 import weakref
 from pathlib import Path
 from types import ModuleType
@@ -23,7 +25,7 @@ from trl.trainer import utils
 from trl_kinds import KINDS, PATCHED, PLAIN, assert_same, beside, build, log_of, run, state_of
 
 from liger_chunked.integrations import trl as integration
-from liger_chunked.integrations.trl import patch, patch_trl, stand_ins
+from liger_chunked.integrations.trl import heads, patch, patch_trl
 from liger_chunked.integrations.trl.patch import ServedTrainer
 
 pytestmark = [
@@ -385,21 +387,75 @@ def test_modules_that_import_the_head(tmp_path: Path, monkeypatch: pytest.Monkey
     assert later in sys.modules.values() and all(function is theirs for function in held)
 
 
-def test_a_second_step_of_a_loop_looks_through_no_modules(monkeypatch):
-    """A loop of one's own calls `training_step`, which swaps functions each time; there are thousands of modules."""
-    looks = []
+def test_a_second_step_of_a_loop_looks_through_no_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop of one's own calls `training_step`; there are thousands of modules. The trainer's end restores TRL's."""
+    theirs, looks = utils.selective_log_softmax, []
 
     class Watched(ModuleType):
         @property
-        def __dict__(self):
+        def __dict__(self) -> Any:  # type: ignore[override]
             looks.append(self)
             return {}
 
     monkeypatch.setitem(sys.modules, "watched", Watched("watched"))
+    trainer = build(tmp_path, "SFT", PATCHED)
+    looks.clear()
     for _ in range(2):
-        with stand_ins.swapped():
-            pass
+        with trainer.heads_set():
+            assert utils.selective_log_softmax is not theirs
     assert len(looks) == 1
+    del trainer
+    gc.collect()
+    assert utils.selective_log_softmax is theirs
+
+
+@pytest.mark.parametrize("before", [torch.log_softmax, lambda z, dim: z.tanh().tanh()])
+def test_what_is_no_logits_goes_to_trls_function(tmp_path: Path, before: Any) -> None:
+    """A loss of a user's may pass log-probabilities, or a curve that no loss can express."""
+    found = []
+    for served in (False, True):
+        trainer = build(tmp_path, "SFT", PATCHED if served else PLAIN)
+        batch = {"input_ids": torch.tensor([[3, 4, 5, 6]])}
+        with trainer.heads_set() if served else contextlib.nullcontext():
+            logits = before(trainer.model.train()(**batch).logits, -1)
+            found.append(utils.selective_log_softmax(logits, batch["input_ids"]).detach())
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_a_trainer_of_another_thread_keeps_trls_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one thread makes a served trainer, another one makes a trainer that is not served."""
+    model, seen = tiny.model(), []
+    give = patch.Heads.give
+
+    def beside(self: Any, *args: Any) -> None:
+        give(self, *args)
+        thread = threading.Thread(target=lambda: seen.append(utils.add_fused_lm_head(model, 1.0)))
+        thread.start()
+        thread.join()
+
+    monkeypatch.setattr(patch.Heads, "give", beside)
+    build(tmp_path, "SFT", PATCHED)
+    assert len(seen) == 1 and heads.newer_head(model) is not None
+
+
+def test_a_model_that_nobody_else_keeps_is_freed() -> None:
+    """The heads of a trainer do not keep a model that the trainer has replaced."""
+    given = heads.Heads(heads.HeadSettings())
+    model = tiny.model()
+    given.set([model])
+    given.settings_of(tiny.model())
+    left = weakref.ref(model)
+    del model
+    gc.collect()
+    assert left() is None and not given._records
+
+
+def test_generators_are_not_decorated() -> None:
+    def steps() -> Any:
+        yield
+
+    with pytest.raises(TypeError, match="use `with patch_trl"):
+        patch_trl()(steps)
 
 
 @pytest.mark.parametrize("name", ["DPO", "ORPO", "GKD"])

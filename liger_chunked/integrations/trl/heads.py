@@ -19,7 +19,6 @@ import functools
 import inspect
 import itertools
 import weakref
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -100,7 +99,10 @@ class Heads:
 
     def __init__(self, plain: HeadSettings) -> None:
         self.plain = plain
-        self._records: defaultdict[nn.Module, _Record] = defaultdict(_Record)
+        self._records: weakref.WeakKeyDictionary[nn.Module, _Record] = weakref.WeakKeyDictionary()
+
+    def _record(self, module: nn.Module) -> _Record:
+        return self._records.setdefault(module, _Record())
 
     def set(self, models: Iterable[nn.Module]) -> None:
         """Set the heads of models, maybe wrapped (PEFT); those of another trainer come off first."""
@@ -114,19 +116,20 @@ class Heads:
             # A trainer of TRL's may have been made since the first call.
             of_trl = any(newer_head(module) is not None for module in {model, inner})
             for module in {model, inner}:
-                if of_trl or self._records[module].theirs is None:
+                if of_trl or self._record(module).theirs is None:
                     self._set_apart(module, of_trl)
 
     def give(self, model: nn.Module, settings: HeadSettings) -> None:
         """Set the head of a model, maybe wrapped, with settings of its own."""
         inner = inner_model(model)
-        self._records[inner].settings = settings
+        self._record(inner).settings = settings
         self.set([model])
         self._update(inner)
 
     def settings_of(self, model: nn.Module) -> HeadSettings:
         """Return the settings of a model's head, maybe wrapped."""
-        return self._records[inner_model(model)].settings or self.plain
+        record = self._records.get(inner_model(model))
+        return self.plain if record is None or record.settings is None else record.settings
 
     def _set(self, model: PreTrainedModel, state: ForwardState | None) -> None:
         check_head(model)
@@ -137,7 +140,7 @@ class Heads:
         _NEWEST[model] = weakref.ref(self)
         if state is not None and state.rewrite is not None:  # a copy of a model with a trainer's head
             state = dataclasses.replace(state, **NO_HEAD)
-        self._records[model].before = state or ForwardState()
+        self._record(model).before = state or ForwardState()
         self._update(model)
 
     def _update(self, model: PreTrainedModel) -> None:
@@ -147,7 +150,7 @@ class Heads:
 
     def _set_apart(self, module: nn.Module, of_trl: bool) -> None:
         """Remember what is set on an instance, and take off what a trainer of TRL's left."""
-        record, state = self._records[module], vars(module)
+        record, state = self._record(module), vars(module)
         record.theirs = {name: state[name] for name in _SLOTS if name in state}
         if isinstance(module, FSDPModule):  # once for ever, and accelerate's mark says so
             return
@@ -165,11 +168,11 @@ class Heads:
         function = vars(head).get("forward")
         if getattr(function, "__module__", "").startswith("trl."):
             del head.forward
-            self._records[model].cast = head, function, head.register_forward_pre_hook(_in_dtype_of_weight)
+            self._record(model).cast = head, function, head.register_forward_pre_hook(_in_dtype_of_weight)
 
     def take_off(self) -> None:
         """Restore the models as they were before `set`."""
-        for module, record in self._records.items():
+        for module, record in [*self._records.items()]:
             state: Any = vars(module)
             if record.before is not None:
                 update(cast(PreTrainedModel, module), **vars(record.before))

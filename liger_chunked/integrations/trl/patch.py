@@ -12,6 +12,7 @@ TRL's trainers read log-probabilities from the head of `add_fused_lm_head`, or l
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import threading
 import weakref
@@ -28,7 +29,7 @@ from liger_chunked.deferred.projection import projections_in
 from liger_chunked.integrations.transformers.attach import check_head
 from liger_chunked.integrations.transformers.detect import inner_model
 from liger_chunked.integrations.trl.heads import HEAD_BUDGET, Heads, HeadSettings, language_models
-from liger_chunked.integrations.trl.stand_ins import lent, replaced, swapped, trainer_classes
+from liger_chunked.integrations.trl.stand_ins import lent, replaced, swap, swap_back, trainer_classes
 from liger_chunked.shared_prefix.served import ROUTER, why_not_shared
 from liger_chunked.types import budget_bytes, shown
 
@@ -58,8 +59,7 @@ def _with_heads_set(name: str, *, until_end: bool = False) -> Any:
         with self.heads_set(until_end=until_end):
             return getattr(super(ServedTrainer, self), name)(*args, **kwargs)
 
-    method.__name__ = name
-    return method
+    return functools.wraps(getattr(_Trainer, name))(method)
 
 
 class ServedTrainer(_Trainer):
@@ -78,12 +78,13 @@ class ServedTrainer(_Trainer):
         self._liger_heads.set(language_models(vars(self).values()))
         self._liger_depth += 1
         try:
-            with swapped():
-                yield
+            swap(self)
+            yield
         finally:
             self._liger_depth -= 1
             if until_end and not self._liger_depth:
                 self._liger_heads.take_off()
+                swap_back(self)
 
     train = _with_heads_set("train", until_end=True)
     evaluate = _with_heads_set("evaluate", until_end=True)
@@ -164,14 +165,18 @@ def constructing(
     budget = HEAD_BUDGET if logits_budget is None else logits_budget
     heads = Heads(HeadSettings(logits_budget=budget))
     shares: list[PreTrainedModel] = []
+    maker = threading.get_ident()
 
-    def add_head(model: PreTrainedModel, *settings: Any, **named: Any) -> None:
+    def add_head(model: PreTrainedModel, *settings: Any, **named: Any) -> Any:
+        if threading.get_ident() != maker:  # which makes a trainer of its own
+            return NotImplemented
         # A router loss counts shared tokens once. Then no model of the trainer shares them: the log-probabilities of a
         # policy and of its equal reference would differ by rounding. TRL sets this attribute before it adds heads.
         share = False if splits or alone or getattr(trainer, "aux_loss_enabled", False) else share_prefix
         named |= {"logits_budget": budget, "logits_dtype": logits_dtype, "share_prefix": share}
         heads.give(model, HeadSettings(*settings, **named))
         shares.append(model)
+        return None
 
     trainer._liger_heads = heads
     weakref.finalize(trainer, heads.take_off).atexit = False
@@ -215,8 +220,8 @@ class _UnsupportedAdapter(metaclass=_Unsupported):
 def _lora_heads(trainer: type[Any]) -> Iterator[None]:
     """Let a trainer's `__init__` accept LoRA on `lm_head`."""
     with ExitStack() as stack:
-        for module in {sys.modules[cls.__module__] for cls in trainer.__mro__}:
-            if "BaseTunerLayer" in vars(module):
+        for module in {sys.modules.get(cls.__module__) for cls in trainer.__mro__}:
+            if "BaseTunerLayer" in getattr(module, "__dict__", {}):
                 stack.enter_context(lent(module, BaseTunerLayer=_UnsupportedAdapter))
         yield
 
@@ -307,6 +312,8 @@ class patch_trl:
     def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
         if not self._n_blocks:
             self.undo()
+        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+            raise TypeError(f"patch_trl would end before {function.__name__} runs: use `with patch_trl():` inside it")
 
         @functools.wraps(function)
         def patched(*args: P.args, **kwargs: P.kwargs) -> T:

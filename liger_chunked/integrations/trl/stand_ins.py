@@ -13,6 +13,7 @@ import functools
 import inspect
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -29,8 +30,16 @@ from liger_chunked.losses import LigerFusedLinearJSDLoss
 from liger_chunked.types import LogitOptions, TokenStats
 
 
-def _are_stand_ins(*logits: Any) -> bool:
-    return all(isinstance(z, DeferredLogits) and not z.is_computed for z in logits)
+def are_expressible(*logits: Any) -> bool:
+    """Whether all are stand-ins of logits, not yet real, that a loss can compute from hidden states."""
+    for z in logits:
+        if not isinstance(z, DeferredLogits) or z.is_computed:
+            return False
+        try:
+            z.logit_options()
+        except ValueError:  # log-probabilities, say
+            return False
+    return True
 
 
 def _budget(z: Any) -> int | None:
@@ -63,7 +72,7 @@ def _values(outputs: tuple[str, ...], logits: Any, index: Tensor, temperature: f
 
     Rows where `row_mask` is zero are not computed, and have 0.
     """
-    if not _are_stand_ins(logits) or index.shape != logits.shape[:-1]:
+    if not are_expressible(logits) or index.shape != logits.shape[:-1]:
         return None
     target = index if row_mask is None else index.masked_fill(row_mask == 0, -100)
     return statistics(logits / temperature, target, *outputs)
@@ -87,10 +96,21 @@ def _logps_and_entropy(
     return stats.logps, stats.entropy if entropy_requires_grad else stats.entropy.detach()
 
 
+def _why_real(logits: Any) -> str:
+    asked_by = getattr(logits, "asked_by", None)
+    return "are no stand-ins" if asked_by is None else f"were read: {asked_by}"
+
+
 def distilled(
     loss: Any, student_logits: Any, teacher_logits: Any, target: Tensor, *, num_items: int | Tensor | None = None
 ) -> Any:
     """Return what a distillation loss returns of two stand-ins (..., V), at their transforms; `target` is (...)."""
+    for model, logits in (("student", student_logits), ("teacher", teacher_logits)):
+        if not are_expressible(logits):
+            raise ValueError(
+                f"the divergence needs the hidden states of the {model}, whose logits {_why_real(logits)}: leave that "
+                "out, or make this trainer outside of patch_trl"
+            )
     options = loss.teacher_options
     if options is loss.options:  # the student's may differ
         options = LogitOptions(temperature=options.temperature)
@@ -130,7 +150,7 @@ def divergence(
         num_items: divisor of the sum. None: the rows that count.
         reduction: "mean", or "none" for a value for each row.
     """
-    if not _are_stand_ins(student_logits, teacher_logits):
+    if not are_expressible(student_logits, teacher_logits):
         return NotImplemented
     loss = LigerFusedLinearJSDLoss(
         beta=beta,
@@ -247,29 +267,15 @@ def _is_trls(function: Any) -> bool:
 
 def _holders(names: Iterable[str]) -> Iterator[tuple[Any, str, Any]]:
     """Yield modules and classes of trainers, names of their functions or static methods, and these functions."""
-    for owner in [*_modules_with(frozenset(names)), *trainer_classes()]:
-        for name in names:
-            x = getattr(owner, "__dict__", {}).get(name)
+    wanted = frozenset(names)
+    for owner in [*sys.modules.values(), *trainer_classes()]:
+        members = getattr(owner, "__dict__", {})
+        for name in wanted & members.keys():
+            x = members[name]
             if isinstance(owner, type):
                 x = x.__func__ if isinstance(x, staticmethod) else None
             if inspect.isfunction(x):
                 yield owner, name, x
-
-
-# By names: all modules when they were last looked through, and those of them that have such a name. A loop of a user's
-# own swaps functions at each step, and to look through thousands of modules takes 20 ms.
-_MODULES: dict[frozenset[str], tuple[list[Any], list[Any]]] = {}
-
-
-def _modules_with(names: frozenset[str]) -> list[Any]:
-    """Return the modules that have one of the names, and `__main__`, where functions are defined at any time."""
-    every = [*sys.modules.values()]
-    before, found = _MODULES.get(names, ([], []))
-    if every != before:
-        main = sys.modules.get("__main__")
-        found = [x for x in every if x is main or not names.isdisjoint(getattr(x, "__dict__", ()))]
-        _MODULES[names] = every, found
-    return found
 
 
 def trainer_classes() -> list[type]:
@@ -281,25 +287,35 @@ def trainer_classes() -> list[type]:
     return found[1:]
 
 
-# The functions are swapped while a served trainer works.
+# The functions are swapped from the first step of a served trainer to the end of the last. A step of a user's loop is
+# no end: to look through all modules takes milliseconds.
 _LOCK = threading.RLock()
-_N_USERS = 0
+_ENDS: dict[int, weakref.finalize[Any, Any]] = {}  # by the id of a trainer: what ends its part
 _SWAP: Any = None
 
 
-@contextmanager
-def swapped() -> Iterator[None]:
-    """Let TRL's modules call our functions for stand-ins."""
-    global _N_USERS, _SWAP
+def swap(trainer: Any) -> None:
+    """Let TRL's modules call our functions for stand-ins, until `swap_back` or the end of the trainer's life."""
+    global _SWAP
     with _LOCK:
-        if not _N_USERS:
+        if id(trainer) in _ENDS:
+            return
+        end = _ENDS[id(trainer)] = weakref.finalize(trainer, _swap_back, id(trainer))
+        end.atexit = False
+        if len(_ENDS) == 1:
             _SWAP = replaced(_OURS)
             _SWAP.__enter__()
-        _N_USERS += 1
-    try:
-        yield
-    finally:
-        with _LOCK:
-            _N_USERS -= 1
-            if not _N_USERS:
-                _SWAP.__exit__(None, None, None)
+
+
+def swap_back(trainer: Any) -> None:
+    """Put TRL's functions back, unless other trainers need ours."""
+    with _LOCK:
+        if id(trainer) in _ENDS:
+            _ENDS[id(trainer)]()
+
+
+def _swap_back(key: int) -> None:
+    with _LOCK:
+        del _ENDS[key]
+        if not _ENDS:
+            _SWAP.__exit__(None, None, None)
