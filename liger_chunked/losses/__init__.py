@@ -28,7 +28,6 @@ from liger_chunked.losses.rollout_control import (
 from liger_chunked.losses.simpo import LigerFusedLinearSimPOLoss
 from liger_chunked.losses.surrogates import Surrogate
 from liger_chunked.losses.tvd import LigerFusedLinearTVDLoss
-from liger_chunked.losses.uld import LigerFusedLinearULDLoss
 from liger_chunked.losses.unpaired import LigerFusedLinearUnpairedPreferenceBase
 
 __all__ = [
@@ -48,7 +47,6 @@ __all__ = [
     "LigerFusedLinearPreferenceBase",
     "LigerFusedLinearSimPOLoss",
     "LigerFusedLinearTVDLoss",
-    "LigerFusedLinearULDLoss",
     "LigerFusedLinearUnpairedPreferenceBase",
     "RolloutMetrics",
     "Surrogate",
