@@ -43,7 +43,7 @@ from liger_chunked.engine.distillation import (
 from liger_chunked.engine.divergences import ByAutograd, ClosedForm
 from liger_chunked.engine.kept import check_kept
 from liger_chunked.engine.loss import fused_loss, loss_of_kept
-from liger_chunked.engine.packed import Packing, Sequences, count, sequences_of, whole
+from liger_chunked.engine.packed import Sequences, count, sequences_of, whole
 from liger_chunked.engine.rank_rows import on_this_rank
 from liger_chunked.engine.rows import Group, Rows, all_rows, at_least_1, select_rows
 from liger_chunked.engine.sequence import SequenceSplit, check_group
@@ -66,7 +66,6 @@ __all__ = [
     "Group",
     "LossWeights",
     "Objective",
-    "Packing",
     "Rows",
     "SequenceSplit",
     "Sequences",

@@ -18,13 +18,6 @@ from liger_chunked.losses.on_policy import LigerFusedLinearOnPolicyDistillationL
 from liger_chunked.losses.orpo import LigerFusedLinearORPOLoss
 from liger_chunked.losses.policy import LigerFusedLinearPolicyBase
 from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
-from liger_chunked.losses.rollout_control import (
-    RolloutMetrics,
-    adaptive_entropy_coef,
-    rollout_importance_weights,
-    rollout_metrics,
-    rollout_rejection_mask,
-)
 from liger_chunked.losses.simpo import LigerFusedLinearSimPOLoss
 from liger_chunked.losses.surrogates import Surrogate
 from liger_chunked.losses.tvd import LigerFusedLinearTVDLoss
@@ -48,11 +41,6 @@ __all__ = [
     "LigerFusedLinearSimPOLoss",
     "LigerFusedLinearTVDLoss",
     "LigerFusedLinearUnpairedPreferenceBase",
-    "RolloutMetrics",
     "Surrogate",
-    "adaptive_entropy_coef",
-    "rollout_importance_weights",
-    "rollout_metrics",
-    "rollout_rejection_mask",
     "with_sampled_token",
 ]
