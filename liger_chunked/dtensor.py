@@ -53,9 +53,6 @@ def localized(arguments: dict[str, Any]) -> dict[str, Any]:
     shard = _shard_of(weight) if any_dtensor([weight]) else None
     if shard is not None and given is not None:
         raise TypeError(f"weight is a DTensor sharded over the vocabulary, got vocab_shard too: leave out {given}")
-    if shard is not None and getattr(arguments.get("self"), "_sorts_rows", False):
-        name = type(arguments["self"]).__name__
-        raise TypeError(f"weight must be replicated, because {name} sorts whole rows of logits, got {_placed(weight)}")
     dim = None if shard is None else _sharded_dim("weight", weight)
     # An adapter's `down` reads whole hidden states, so its gradient is whole.
     adapted = {name for name in _BIASES if isinstance(arguments.get(name), AdaptedWeight)}

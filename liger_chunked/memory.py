@@ -13,7 +13,6 @@ from torch import nn
 from liger_chunked.engine import choose, cutting, epilogue, linear_token_stats
 from liger_chunked.engine.cutting import Budget, Tiles
 from liger_chunked.engine.plan import Path
-from liger_chunked.engine.ranked import Ranked
 from liger_chunked.kernels.backend import has_wide_tiles, wide_tiles
 from liger_chunked.kernels.tuning.hopper import PRODUCT, Tiling
 from liger_chunked.losses import (
@@ -22,7 +21,6 @@ from liger_chunked.losses import (
     LigerFusedLinearOnPolicyDistillationLoss,
     LigerFusedLinearPolicyBase,
     LigerFusedLinearPreferenceBase,
-    LigerFusedLinearULDLoss,
     LigerFusedLinearUnpairedPreferenceBase,
 )
 from liger_chunked.types import (
@@ -42,8 +40,12 @@ _OF_SEQUENCES = (
     LigerFusedLinearUnpairedPreferenceBase,
     LigerFusedLinearOnPolicyDistillationLoss,
 )
-_OF_TEACHERS = LigerFusedLinearDistillationBase, LigerFusedLinearULDLoss
-_LOSSES = LigerFusedLinearCrossEntropyLoss, LigerFusedLinearPreferenceBase, *_OF_SEQUENCES, *_OF_TEACHERS
+_LOSSES = (
+    LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearPreferenceBase,
+    *_OF_SEQUENCES,
+    LigerFusedLinearDistillationBase,
+)
 
 
 def estimate_memory(
@@ -114,7 +116,7 @@ def estimate_memory(
         if of_head < 1:
             raise ValueError(f"{name} must be positive, got {of_head}")
     lengths = _lengths(loss, shape, valid)
-    if teacher_hidden_size is not None and not isinstance(loss, _OF_TEACHERS):
+    if teacher_hidden_size is not None and not isinstance(loss, LigerFusedLinearDistillationBase):
         raise ValueError(f"teacher_hidden_size={teacher_hidden_size} is of losses with a teacher, got {_named(loss)}")
     if autocast is not None and not (isinstance(autocast, torch.dtype) and autocast.is_floating_point):
         raise TypeError(f"autocast must be a floating-point torch.dtype or None, got {shown(autocast)}")
@@ -240,13 +242,8 @@ def _cut(step: _Step, options: LogitOptions, products: torch.dtype) -> _Cut:
     n_valid, vocab_size, size = sum(step.lengths), step.vocab_size, products.itemsize
     assert options.logits_budget is None or isinstance(options.logits_budget, int)
     budget = Budget(options.logits_budget, vocab_size, step.hidden_size, size)
-    if isinstance(loss, _OF_TEACHERS):
-        route = (
-            loss._route_of_logits()
-            if isinstance(loss, LigerFusedLinearDistillationBase)
-            else Ranked(options, options, 1.0, None, None)
-        )
-        bytes_per_logit = route.bytes_per_logit(products, products)
+    if isinstance(loss, LigerFusedLinearDistillationBase):
+        bytes_per_logit = loss._route_of_logits().bytes_per_logit(products, products)
         most, most_of_tile = cutting.chunk_and_tile(budget, n_valid, bytes_per_logit, step.trainable_head)
         chunks = cutting.chunks_of_tokens(n_valid, most)
         n_rows = chunks[0].length

@@ -47,8 +47,8 @@ _METRICS = (
     CrossEntropyMetrics, DistillationMetrics, PolicyMetrics, PreferenceMetrics, TokenStats, UnpairedPreferenceMetrics,
 )  # fmt: skip
 _CONSTANTS = (bool, int, float, str, torch.dtype, tuple, list)
-# The arguments by which losses and statistics have gradients. `scale` is the student's in the ULD loss.
-DIFFERENTIATED = frozenset(("weight", "input", "hidden", "bias", "scale"))
+# The arguments by which losses and statistics have gradients.
+DIFFERENTIATED = frozenset(("weight", "input", "hidden", "bias"))
 # Numbers that change from step to step: as constants of a graph they would compile it anew.
 _VARYING = frozenset(("num_items", "kl", "delta"))
 

@@ -93,13 +93,10 @@ def first(loss: Callable[..., Any]) -> Callable[..., Tensor]:
     return call
 
 
-def per_token(batch: Batch, low: float = 0.5, high: float = 1.5) -> Tensor:
-    return torch.linspace(low, high, batch["target"].numel(), dtype=torch.float64).view(batch["target"].shape)
-
-
 def weighed_tokens() -> Batch:
     batch = tokens(SIZES, 0)
-    return batch | {"token_weights": per_token(batch)}
+    target = batch["target"]
+    return batch | {"token_weights": torch.linspace(0.5, 1.5, target.numel(), dtype=torch.float64).view(target.shape)}
 
 
 def counted(batch: Batch) -> Batch:
@@ -137,12 +134,6 @@ def top_k() -> Batch:
     return batch | {"mask": batch["target"] != 5}
 
 
-def two_vocabularies() -> Batch:
-    batch = students(SIZES, 0, padding=4)
-    scales = {"scale": per_token(batch), "teacher_scale": per_token(batch, 0.8, 1.0)}
-    return {name: x for name, x in batch.items() if name != "target"} | scales
-
-
 # One loss, or several, for each set of arguments.
 LOSSES = [
     Call("stats", statistics, lambda: tokens(SIZES._replace(ignored=True), 0), interpreted=True),
@@ -168,7 +159,7 @@ LOSSES = [
         interpreted=True,
     ),
     Call("on-policy", first(lc.LigerFusedLinearOnPolicyDistillationLoss()), lambda: students(SIZES, 0)),
-    Call("uld", first(lc.LigerFusedLinearULDLoss()), two_vocabularies),
+    Call("jsd", first(lc.LigerFusedLinearJSDLoss()), lambda: students(SIZES, 0)),
     Call("kl-top_k", first(lc.LigerFusedLinearKLDivLoss()), top_k),
 ]
 

@@ -37,7 +37,6 @@ from liger_chunked import (
     LigerFusedLinearOnPolicyDistillationLoss,
     LigerFusedLinearPolicyBase,
     LigerFusedLinearPreferenceBase,
-    LigerFusedLinearULDLoss,
     LigerFusedLinearUnpairedPreferenceBase,
     LigerLayerNorm,
     LigerRMSNorm,
@@ -122,7 +121,6 @@ def losses(weight: Tensor, x: Tensor, target: Tensor, labels: Tensor) -> None:
     jsd = LigerFusedLinearJSDLoss(temperature=2.0)
     assert_type(jsd(weight, x, weight, x, target), tuple[Tensor, DistillationMetrics])
     assert_type(LigerFusedLinearKTOLoss()(weight, x, target, labels), tuple[Tensor, UnpairedPreferenceMetrics])
-    assert_type(LigerFusedLinearULDLoss()(weight, x, weight, x), tuple[Tensor, DistillationMetrics])
     on_policy = LigerFusedLinearOnPolicyDistillationLoss()
     assert_type(on_policy(weight, x, weight, x, target), tuple[Tensor, PolicyMetrics])
     assert_type(Hinge(beta=1.0)(weight, x, target), tuple[Tensor, PreferenceMetrics])

@@ -16,7 +16,7 @@ rank_rows, sequence, scattered   the same where ranks split sequences, or hidden
 adapter                          the low-rank term of an `AdaptedWeight`
 surroundings, side_stream        what surrounds products: no autocast, no hooks on saved tensors, a second stream
 candidates                       log-probabilities of ids that the caller names
-divergences, top_k, ranked       divergences of a tile of logits
+divergences, top_k               divergences of a tile of logits
 checks, collectives              what a caller gave; what ranks send, and agree on once
 """
 
@@ -43,9 +43,8 @@ from liger_chunked.engine.distillation import (
 from liger_chunked.engine.divergences import ByAutograd, ClosedForm
 from liger_chunked.engine.kept import check_kept
 from liger_chunked.engine.loss import fused_loss, loss_of_kept
-from liger_chunked.engine.packed import Packing, Sequences, count, sequences_of, whole
+from liger_chunked.engine.packed import Sequences, count, sequences_of, whole
 from liger_chunked.engine.rank_rows import on_this_rank
-from liger_chunked.engine.ranked import Ranked
 from liger_chunked.engine.rows import Group, Rows, all_rows, at_least_1, select_rows
 from liger_chunked.engine.sequence import SequenceSplit, check_group
 from liger_chunked.engine.stats import linear_token_stats, stats_of_kept, token_stats
@@ -67,8 +66,6 @@ __all__ = [
     "Group",
     "LossWeights",
     "Objective",
-    "Packing",
-    "Ranked",
     "Rows",
     "SequenceSplit",
     "Sequences",

@@ -19,7 +19,6 @@ from liger_chunked.engine.checks import compute_dtype
 from liger_chunked.engine.cutting import Chunk, Tile
 from liger_chunked.engine.divergences import ByAutograd, ClosedForm
 from liger_chunked.engine.plan import Plan, Tokens
-from liger_chunked.engine.ranked import Ranked
 from liger_chunked.engine.rows import Rows, hide_ignored
 from liger_chunked.engine.sink import NOTHING_NEEDED, Needs, Sink
 from liger_chunked.engine.source import LogitsSource
@@ -31,13 +30,12 @@ from liger_chunked.shapes import shapes_only
 from liger_chunked.types import HeadTensors, LogitOptions, LossHead, accumulation_dtype
 
 # Each computes a divergence per token from untransformed logits (n, V).
-Route = ByAutograd | ClosedForm | Ranked | TopK
+Route = ByAutograd | ClosedForm | TopK
 
 
 class Divergences(NamedTuple):
     divergence: Tensor
     logps: Tensor | None  # of the target
-    by_scale: Tensor | None  # as in `Measured`
 
 
 class LossWeights(NamedTuple):
@@ -121,7 +119,7 @@ class Distillation(Objective):
 
     def without_values(self, plan: Plan, device: torch.device) -> Divergences:
         x = torch.empty(plan.rows.n_valid, dtype=accumulation_dtype(plan.dtype), device=device)
-        return Divergences(x, x if self.has_target else None, x if isinstance(self.route, Ranked) else None)
+        return Divergences(x, x if self.has_target else None)
 
     def of_live_rows(self) -> Distillation:
         """Return the step of the rows whose `weights`, of single tokens, are not all 0. Waits for the device."""
@@ -210,7 +208,7 @@ class DivergenceSource:
                 name: self._at(name, g, in_chunk).to(getattr(measured, name).dtype) for name, g in upstream.items()
             }
             measured.backward(given["divergence"], given.get("logps"))
-        return Divergences(measured.divergence, measured.logps, measured.by_scale)
+        return Divergences(measured.divergence, measured.logps)
 
     def _at(self, name: str, g: Tensor, rows: slice) -> Tensor:
         """Return the upstream gradients of some rows: of single tokens their own, of equal ones as many."""

@@ -28,7 +28,6 @@ class Measured(NamedTuple):
     divergence: Tensor
     logps: Tensor | None  # of the target
     backward: Callable[[Tensor, Tensor | None], object]
-    by_scale: Tensor | None = None  # of `Ranked`: the derivative of the divergence by the student's scale
 
 
 # The largest slopes assumed of divergences whose slope has no bound. In float16 a gradient steeper than assumed
@@ -38,7 +37,7 @@ _STEEPEST_KL = 128.0  # of reverse KL, a quarter of the largest gap between log 
 _STEEPEST_COSINE = 16.0  # 1 / |z|
 
 
-def slopes_of_divergence(options: LogitOptions, steepest: float | Tensor = _STEEPEST) -> Slopes:
+def slopes_of_divergence(options: LogitOptions, steepest: float = _STEEPEST) -> Slopes:
     """Return the bounds of a divergence, and of a target's log-probability at a temperature of 1.
 
     Args:

@@ -18,17 +18,9 @@ from liger_chunked.losses.on_policy import LigerFusedLinearOnPolicyDistillationL
 from liger_chunked.losses.orpo import LigerFusedLinearORPOLoss
 from liger_chunked.losses.policy import LigerFusedLinearPolicyBase
 from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
-from liger_chunked.losses.rollout_control import (
-    RolloutMetrics,
-    adaptive_entropy_coef,
-    rollout_importance_weights,
-    rollout_metrics,
-    rollout_rejection_mask,
-)
 from liger_chunked.losses.simpo import LigerFusedLinearSimPOLoss
 from liger_chunked.losses.surrogates import Surrogate
 from liger_chunked.losses.tvd import LigerFusedLinearTVDLoss
-from liger_chunked.losses.uld import LigerFusedLinearULDLoss
 from liger_chunked.losses.unpaired import LigerFusedLinearUnpairedPreferenceBase
 
 __all__ = [
@@ -48,13 +40,7 @@ __all__ = [
     "LigerFusedLinearPreferenceBase",
     "LigerFusedLinearSimPOLoss",
     "LigerFusedLinearTVDLoss",
-    "LigerFusedLinearULDLoss",
     "LigerFusedLinearUnpairedPreferenceBase",
-    "RolloutMetrics",
     "Surrogate",
-    "adaptive_entropy_coef",
-    "rollout_importance_weights",
-    "rollout_metrics",
-    "rollout_rejection_mask",
     "with_sampled_token",
 ]

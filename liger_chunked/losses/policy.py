@@ -373,8 +373,8 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
                 other, if `beta` is not 0.
             ref_input, ref_weight, ref_bias: instead, (B, T, H_ref), (V, H_ref) and (V,), the reference's. Without
                 gradient. None: no bias, or no reference.
-            importance_weights: (B, T) per token, or (B,) or (B, 1) per sequence: factors of the cost, such as those of
-                `rollout_importance_weights`. None: 1.
+            importance_weights: (B, T) per token, or (B,) or (B, 1) per sequence: factors of the cost, such as
+                `(old_logps - sampling_logps).exp().clamp(max=3.0)` of tokens that another engine sampled. None: 1.
             num_items: divisor of the reduction `dapo`, a number or (): the valid tokens of all steps that accumulate
                 gradients. If ranks average gradients, pass all ranks' tokens divided by the number of ranks. Other
                 reductions refuse it: divide the loss by the number of steps. None: the valid tokens of this call.

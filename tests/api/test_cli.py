@@ -286,8 +286,7 @@ assert main(["env"]) == 2
 def test_losses_have_every_class():
     classes = {name for name in liger_chunked.__all__ if re.fullmatch(r"LigerFusedLinear\w+Loss", name)}
     named = {type(make()).__name__ for name, make in LOSSES.items() if name != "token-stats"}
-    # These take a batch of another form.
-    unnamed = {"LigerFusedLinearOnPolicyDistillationLoss", "LigerFusedLinearULDLoss"}
+    unnamed = {"LigerFusedLinearOnPolicyDistillationLoss"}  # takes a batch of another form
     assert named == classes - unnamed, "add a loss to cli/losses.py"
     assert [loss.value for loss in app.Loss] == list(LOSSES)
 

@@ -135,7 +135,7 @@ FUNCTIONS = [
     *(call for call in BASE if call.id not in MEANS),
 ]  # fmt: skip
 # The calls of LOSSES that have other arguments than the rows.
-EVERYTHING = [call for call in LOSSES if call.id in ("kto-logps", "grpo-logps", "uld")]
+EVERYTHING = [call for call in LOSSES if call.id in ("kto-logps", "grpo-logps")]
 CASES = [
     *(of_row(row) for row in ROWS),
     *(of_weighed_tokens("mean", budget) for budget in (None, FEW_ROWS)),

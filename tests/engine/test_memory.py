@@ -80,18 +80,6 @@ def test_agrees_with_benchmarks(mib, loss, batch, monkeypatch):
     assert estimate.peak / MIB == pytest.approx(mib, rel=0.005), str(estimate)
 
 
-def _uld(batch: Batch, **options: Any) -> Tensor:
-    given = {name: x for name, x in batch.items() if name != "target"}
-    return lc.LigerFusedLinearULDLoss(**options)(**given, mask=batch["target"] != -100)[0]
-
-
-def _of_other_vocabulary(sizes: Sizes, seed: int) -> Batch:
-    (padded,) = rows("jsd-padded-teacher")
-    return padded.sample(sizes, seed)
-
-
-ULD = Row("uld", _uld, _uld, _of_other_vocabulary)  # compared with its own peak alone
-
 # One row for each way in which the losses use the engine.
 FAMILIES = {
     "ce", "ce-none", "dpo-sigmoid", "dpo-aot", "dpo-ref_logps-of-tokens", "orpo-nll_target", "cpo-sigmoid", "simpo",
@@ -99,7 +87,7 @@ FAMILIES = {
     "grpo", "grpo-kl", "gspo", "grpo-top-entropy", "stats-all",
     "on-policy-distillation-old-clipped", "on-policy-distillation-logps-advantages",
 }  # fmt: skip
-WITHOUT_KERNEL = {"uld", "squared-error"}  # take at most what they are counted with
+WITHOUT_KERNEL = {"squared-error"}  # take at most what they are counted with
 ENGINES = {"ce", "dpo-sigmoid", "jsd", "stats-all"}
 TRAINABLE = {
     "all": {},
@@ -112,10 +100,10 @@ CASES = [
     pytest.param(
         row, part, trainable, id=f"{row}-{part}-{trainable}",
         # Outside of ENGINES, each family has one budget by default.
-        marks=[pytest.mark.exhaustive] if row.id not in {*ENGINES, "uld"} and (part == 1.0) == bool(i % 2) else [],
+        marks=[pytest.mark.exhaustive] if row.id not in ENGINES and (part == 1.0) == bool(i % 2) else [],
     )
     for part, trainable in ((1.0, "all"), (0.3, "all"), (0.3, "frozen-head"), (0.3, "frozen-input"), (0.3, "nothing"))
-    for i, row in enumerate([*rows(*(FAMILIES if trainable == "all" else ENGINES)), ULD])
+    for i, row in enumerate(rows(*(FAMILIES if trainable == "all" else ENGINES)))
 ]  # fmt: skip
 
 

@@ -136,11 +136,6 @@ class OneNumber(lc.LigerFusedLinearPolicyBase):
         return rollouts.logps.mean()
 
 
-def of_sampler(**changes):
-    given = {"old_logps": f64(B, T), "sampling_logps": f64(B, T), "mask": ids(B, T)}
-    return lc.rollout_importance_weights(**given | changes)
-
-
 REFERENCE = {"ref_input": f64(B, T, 8), "ref_weight": f64(V, 8)}
 WITHOUT = {"use_ref_model": False}
 NO_REFERENCE = "takes no reference, got ref_"
@@ -212,9 +207,6 @@ CASES = {
     "level-of-gmpo": (GRPO, {"surrogate": "gmpo", "importance_level": "sequence"}, "must be 'token', got 'sequence'"),
     "group-of-one": (GRPO, {"surrogate": "real", "group_size": 1}, "group_size must be 2 or more, got 1"),
     "kl-estimator": (GRPO, {"beta": 0.1, "kl_estimator": "full"}, "unknown kl_estimator 'full', .*k1.*k2.*k3"),
-    "weights-bounds": (of_sampler, {"clip_min": 4.0}, "clip_min=4.0 must be below clip_max=3.0"),
-    "entropy-coef-bounds": (lc.adaptive_entropy_coef, {"coef": 0.0, "entropy": 0.1, "entropy_coef_min": 2.0},
-        "must not be above entropy_coef_max=1.0"),
     "length-0": (GRPO.from_loss_type, {"loss_type": "dr_grpo", "max_completion_length": 0},
         f"reduction 'dr_grpo' {NO_LENGTH} 0"),
     "num_items-not-read": (grpo, {"num_items": 5}, r"not read by reduction 'grpo', only by \['dapo', 'token-mean'\]"),
@@ -226,7 +218,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.few(30, "advantages-shape", "entropy-coef-bounds", "importance_weights-shape", "labels-signed", "length-0",
+@pytest.mark.few(30, "advantages-shape", "importance_weights-shape", "labels-signed", "length-0",
                  "tau-of-several", "weighting-of-a-sort")  # fmt: skip
 @pytest.mark.parametrize("case", CASES)
 def test_losses(case):

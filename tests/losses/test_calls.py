@@ -23,11 +23,6 @@ def labelled(**point: float) -> Callable[[], Batch]:
     return lambda: examples(SMALL, seed=0, ref="tokens") | point  # type: ignore[return-value]
 
 
-def two_vocabularies() -> Batch:
-    batch = students(SMALL, 0, padding=4)
-    return {name: x for name, x in batch.items() if name != "target"}
-
-
 # name: (class, a batch, settings that are no defaults)
 LOSSES: dict[str, tuple[Any, Callable[[], Batch], dict[str, Any]]] = {
     "cross_entropy": (
@@ -70,7 +65,6 @@ LOSSES: dict[str, tuple[Any, Callable[[], Batch], dict[str, Any]]] = {
         lambda: students(SMALL, 0),
         {"weight_soft_loss": 0.9},
     ),
-    "uld": (lc.LigerFusedLinearULDLoss, two_vocabularies, {"temperature": 2.0}),
     "on_policy_distillation": (
         lc.LigerFusedLinearOnPolicyDistillationLoss,
         lambda: students(SMALL, 0),

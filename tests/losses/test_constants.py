@@ -15,7 +15,7 @@ from liger_chunked import AdaptedWeight, arguments, losses
 from liger_chunked.calls import altered
 
 # Arguments with a gradient, and those that hold no floating-point tensor.
-DIFFERENTIATED = {"weight", "input", "hidden", "bias", "scale"}
+DIFFERENTIATED = {"weight", "input", "hidden", "bias"}
 NO_FLOATS = {"target", "nll_target", "kl_target", "preference_labels", "teacher_ids", "cu_seqlens"}
 NO_FLOATS |= {"vocab_shard", "sequence_group"}
 OTHER_HEADS = ("ref_weight", "ref_bias", "teacher_weight", "teacher_bias")
@@ -113,11 +113,3 @@ def test_a_weight_of_a_distillation_loss_that_is_trained(name):
     torch.testing.assert_close(getattr(by_token, name).grad, getattr(metrics, name.removeprefix("weight_")).mean())
     with torch.no_grad():
         loss(**batch)
-
-
-def test_the_scale_of_a_student_has_a_gradient():
-    batch = LOSSES[losses.LigerFusedLinearULDLoss]()
-    shape = batch["input"].shape[:-1]
-    scale = torch.ones(shape, dtype=torch.float64, requires_grad=True)
-    losses.LigerFusedLinearULDLoss()(**batch, scale=scale)[0].backward()
-    assert scale.grad is not None and scale.grad.abs().max() > 0

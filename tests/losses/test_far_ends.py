@@ -32,10 +32,7 @@ from table import (
 )
 from torch import Tensor
 
-from liger_chunked import (
-    LigerFusedLinearGRPOLoss,
-    rollout_importance_weights,
-)
+from liger_chunked import LigerFusedLinearGRPOLoss
 from liger_chunked.losses.dpo import LOSS_TYPES, DPOSettings
 from liger_chunked.losses.policy import KL_ESTIMATORS
 from liger_chunked.losses.rollouts import IMPORTANCE_LEVELS
@@ -260,15 +257,3 @@ def test_kl_estimators_have_their_limits(name, d, dtype):
     else:
         found = [float(estimate.detach()), float(x.grad)]
         assert found == pytest.approx([float(value), float(slope)], rel=1e-5 if dtype == torch.float32 else 1e-13)
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask", "geometric_mask"])
-def test_importance_weights_of_certain_tokens(mode):
-    never, mask = torch.tensor([[-math.inf, -1.0]]), torch.ones(1, 2)
-    both = rollout_importance_weights(never, never, mask, mode=mode)
-    assert (both == 1).all()  # equally impossible
-    weights = rollout_importance_weights(torch.tensor([[-1.0, -1.0]]), never, mask, mode=mode, clip_max=3.0)
-    assert weights[0, 0] == (3 if "truncate" in mode else 0)
-    unbounded = rollout_importance_weights(torch.tensor([[-1.0, -1.0]]), never, mask, clip_min=0.1, clip_max=None)
-    assert unbounded.isfinite().all()

@@ -184,11 +184,6 @@ OF_EVERY_KIND: list[tuple[Any, dict[str, Any], Callable[[], list[Batch]]]] = [
             lc.LigerFusedLinearCosineSimilarityLoss,
         )
     ),
-    (
-        lc.LigerFusedLinearULDLoss,
-        {},
-        lambda: [{name: x for name, x in students(SMALL, seed=3).items() if name != "target"}],
-    ),
 ]
 
 
