@@ -111,7 +111,7 @@ class Record:
     - `trained`: the last step with gradients; `untrained`: the last one without, such as an evaluation or a reference
     - `owner`: a weak reference to the loss, or to the model around the head, for the line in the log
     - `why_not_shared`: why the last batch's prompts were computed once for each sequence
-    - `real_logits`: what made the last call of the head compute its logits, and where
+    - `real_logits`: what the last call of the head computed its logits for, and where
     - `said`: whether the line is in the log
     - `number`: its key in `RECORDS`; `place`: the same in a tensor, which a compiled graph takes as an input
     """
@@ -154,6 +154,8 @@ def record_of(head: nn.Module) -> Record:
     """Return the record of a head, and make it in the first call."""
     record = _RECORDS.get(head)
     if record is None:  # not setdefault: it would number a record for each call
+        for part in head.modules():  # the layer that was the head before it got an adapter
+            _RECORDS.pop(part, None)
         record = _RECORDS[head] = Record()
     return record
 
@@ -208,7 +210,7 @@ def sharing(computed: int, tokens: int) -> Iterator[None]:
         _asking.reset(token)
 
 
-def _note(ran: Ran, records: tuple[Record, ...]) -> None:
+def _note(ran: Ran | None, records: tuple[Record, ...]) -> None:
     for record in records:
         if torch.is_grad_enabled():
             record.trained = ran
@@ -236,6 +238,13 @@ def note_kept(n_tokens: int, n_ids: int, planned: bool, head: Any, options: Logi
         if last is None or not planned:
             last = Ran(n_tokens, 0, 0, 0, options, dtype, head.weight.device, "kept ids", prompts)
         _note(last._replace(kept=(n_tokens, n_ids)), (record,))
+
+
+def note_real_logits(record: Record | None, what_for: str) -> None:
+    """Note that the last call of a head computed its logits: its step, with gradients or without, is not fused."""
+    if record is not None and _asking.get().records is not None:
+        record.real_logits = what_for
+        _note(None, (record,))
 
 
 def note_tiles(mlp: nn.Module, n_tokens: int, tile: int) -> None:
@@ -319,10 +328,11 @@ def explain(model: nn.Module) -> Explanation:
         raise TypeError(f"model must be a module, such as a patched model or a loss, got {shown(model)}")
     trained: dict[str, Ran] = {}
     untrained: dict[str, Ran] = {}
-    layers, tiled, notes, seen = None, None, [], []
+    layers, tiled, notes, seen, records = None, None, [], [], False
     for name, module in model.named_modules():
         state = vars(module)
         layers, tiled = layers or state.get(APPLIED), _TILED.get(module, tiled)
+        records = records or RECORD in state
         record: Record | None = state.get(RECORD) or _RECORDS.get(module)
         if record is None or record in seen:  # the layers inside a head have its record
             continue
@@ -335,4 +345,7 @@ def explain(model: nn.Module) -> Explanation:
             notes.append(f"{_of(name)}logits were computed for {record.real_logits}")
         if record.why_not_shared is not None:
             notes.append(f"prompts were computed once for each sequence: {record.why_not_shared}")
+    if not (records or trained or untrained):
+        patched = "not patched" if layers is None else "patched without a fused loss"
+        notes.append(f"{patched}: no head in it defers its logits")
     return Explanation(type(model).__name__, trained, untrained, tiled, layers, tuple(notes))
