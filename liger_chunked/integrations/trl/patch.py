@@ -27,6 +27,7 @@ from trl.trainer.base_trainer import _BaseTrainer
 from liger_chunked.deferred.projection import projections_in
 from liger_chunked.integrations.transformers.attach import check_head
 from liger_chunked.integrations.transformers.detect import inner_model
+from liger_chunked.integrations.transformers.forward import state_of
 from liger_chunked.integrations.trl.heads import HEAD_BUDGET, Heads, HeadSettings, language_models
 from liger_chunked.integrations.trl.stand_ins import lent, replaced, swapped, trainer_classes
 from liger_chunked.shared_prefix.served import ROUTER, why_not_shared
@@ -123,6 +124,15 @@ def config_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingArgument
     return next((x for x in (*args, *kwargs.values()) if isinstance(x, TrainingArguments)), None)
 
 
+def budget_of_model(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Return the budget that `apply_liger_kernel` gave the model of a trainer with these arguments, or TRL's heads'."""
+    for model in language_models([kwargs.get("model"), *args]):
+        state = state_of(inner_model(model))
+        if state is not None and state.fusion is not None and state.fusion.logits_budget is not None:
+            return state.fusion.logits_budget
+    return HEAD_BUDGET
+
+
 # While a trainer is made, TRL's modules have functions of ours.
 _MAKING = threading.RLock()
 
@@ -161,7 +171,7 @@ def constructing(
     alone = not {cls.__name__ for cls in type(trainer).__mro__}.isdisjoint(_ALONE)
     if alone and share_prefix is True:
         raise ValueError(f"share_prefix=True: the sequences of {type(trainer).__name__} have no prompts in common")
-    budget = HEAD_BUDGET if logits_budget is None else logits_budget
+    budget = budget_of_model(args, kwargs) if logits_budget is None else logits_budget
     heads = Heads(HeadSettings(logits_budget=budget))
     shares: list[PreTrainedModel] = []
 
@@ -243,7 +253,8 @@ class patch_trl:
     Args:
         model: only serve trainers of this model (the argument `model` of the trainer, maybe wrapped by PEFT), with
             their references and teachers. None: all trainers of this process.
-        logits_budget: most bytes of logits in memory at once, see `LogitOptions`. None: 512 MiB.
+        logits_budget: most bytes of logits in memory at once, see `LogitOptions`. None: what the model has by
+            `apply_liger_kernel`, else 512 MiB.
         share_prefix: compute a prompt once for its sequences, in DPO, GRPO, RLOO and subclasses of these: "auto" if the
             model allows it and a tenth of a batch's tokens is saved; True raises ValueError for other trainers and
             models; see docs/shared_prefix.md.
