@@ -282,8 +282,9 @@ class Explanation:
         if self.layers is not None:
             reasons = [step.why_no_kernels for step in (*self.trained.values(), *self.untrained.values())]
             if reasons and None not in reasons:
-                which = "patched layers" if self.tiled is None else "patched layers outside tiles"
-                lines.append(f"  {which}: stock code, because {reasons[0]}")
+                but = f" but {', '.join(sorted(self.layers.everywhere))}" if self.layers.everywhere else ""
+                where = "" if self.tiled is None else " outside tiles"
+                lines.append(f"  patched layers{but}{where}: stock code, because {reasons[0]}")
             lines.append(str(self.layers))
         return "\n".join([f"What ran in {self.name}:", *lines])
 
