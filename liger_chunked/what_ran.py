@@ -99,7 +99,8 @@ def _count(n: int, noun: str) -> str:
 
 
 def _size(n: int) -> str:
-    return f"{n / 2**20:.1f} MiB" if n >= 2**20 / 10 else f"{n} bytes"
+    unit, name = max((u, name) for u, name in ((1, "bytes"), (2**10, "KiB"), (2**20, "MiB")) if u <= max(1, n))
+    return f"{n / unit:.1f}".removesuffix(".0") + f" {name}"
 
 
 _numbers = itertools.count()

@@ -43,14 +43,21 @@ def test_bare_loss() -> None:
     ran = found.trained[""]
     assert (ran.n_tokens, ran.n_chunks, ran.largest_tile, ran.kept) == (36, 4, 10 * VOCAB, None)
     assert str(found).splitlines()[1] == (
-        "  with gradients: 36 tokens with a target; 4 chunks, 4 tiles of at most 2560 bytes of logits; "
-        "logits_budget 2560 bytes; PyTorch on cpu, because no kernel runs on cpu"
+        "  with gradients: 36 tokens with a target; 4 chunks, 4 tiles of at most 2.5 KiB of logits; "
+        "logits_budget 2.5 KiB; PyTorch on cpu, because no kernel runs on cpu"
     )
     with torch.no_grad():
         loss(*batch(8))
     assert explain(loss).trained == found.trained and explain(loss).untrained[""].n_tokens == 4
     loss(*(x.double() if x.is_floating_point() else x for x in batch())).backward()
     assert "because no kernel computes float64" in str(explain(loss))
+
+
+@pytest.mark.parametrize("budget", ["100 bytes", "64 KiB", "1.5 MiB", "512 MiB"])
+def test_budgets_are_shown_as_written(budget: str) -> None:
+    loss = cross_entropy(logits_budget=budget.replace("bytes", "B"))
+    loss(*batch())
+    assert f"; logits_budget {budget}; " in str(explain(loss))
 
 
 @pytest.mark.parametrize("kind", ["preference", "policy", "distillation"])

@@ -386,6 +386,13 @@ def test_a_budget_that_cuts_a_step_into_many_pieces(vocab_size, n_tokens, budget
         lc.linear_token_stats(*tensors, logits_budget=budget)
 
 
+@pytest.mark.parametrize("outputs", [("logprobs",), ("logps", "logprobs"), ()])
+def test_outputs_are_shown_as_given(outputs):
+    with pytest.raises(ValueError, match=r"outputs must name distinct fields of TokenStats .*, got ") as error:
+        lc.linear_token_stats(**LARGE, outputs=outputs)
+    assert str(error.value).endswith(f"got {outputs}")
+
+
 def test_help_of_a_constructor_is_that_of_its_class():
     """It was nn.Module's: "Initialize internal Module state"."""
     for cls in (lc.LigerFusedLinearDPOLoss, lc.LigerFusedLinearGRPOLoss, lc.LigerFusedLinearCrossEntropyLoss):

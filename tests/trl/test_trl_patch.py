@@ -481,7 +481,11 @@ def test_settings_that_cannot_be_served(tmp_path: Path, case: str) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"logits_budget": "lots"}, "logits_budget"), ({"share_prefix": "on"}, "share_prefix must be 'auto', True or")],
+    [
+        ({"logits_budget": "lots"}, "logits_budget"),
+        ({"share_prefix": "on"}, "share_prefix must be 'auto', True or"),
+        ({"logit_budget": "1MiB"}, "patch_trl has no argument 'logit_budget': did you mean 'logits_budget'"),
+    ],
 )
 def test_arguments_that_are_refused(settings: dict[str, Any], message: str) -> None:
     before = state_of_trl()

@@ -115,6 +115,8 @@ def apply_liger_kernel(
       rms_norm: LlamaRMSNorm x 5
       swiglu: LlamaMLP x 2
       fused_linear_cross_entropy: LlamaForCausalLM
+    Left alone:
+      apply_rotary_pos_emb: rope is off
     >>> ids = torch.randint(64, (1, 8))
     >>> output = model.train()(ids, labels=ids)
     >>> output.loss.shape, output.logits

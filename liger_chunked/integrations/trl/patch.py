@@ -24,6 +24,7 @@ from torch import nn
 from transformers import PreTrainedModel, TrainingArguments
 from trl.trainer.base_trainer import _BaseTrainer
 
+from liger_chunked.arguments import Arguments, call_error
 from liger_chunked.deferred.projection import projections_in
 from liger_chunked.integrations.transformers.attach import check_head
 from liger_chunked.integrations.transformers.detect import inner_model
@@ -231,6 +232,19 @@ def _lora_heads(trainer: type[Any]) -> Iterator[None]:
         yield
 
 
+def _suggests_names(init: Callable[P, T]) -> Callable[P, T]:
+    """Make arguments that a constructor does not take raise the TypeError that suggests the right name."""
+    owner = init.__qualname__.partition(".")[0]
+
+    @functools.wraps(init)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        if (error := call_error(owner, init, args, kwargs, Arguments(()))) is not None:
+            raise error
+        return init(*args, **kwargs)
+
+    return checked
+
+
 class patch_trl:
     """Let trainers of TRL compute their losses from hidden states, on chunks of logits.
 
@@ -267,6 +281,7 @@ class patch_trl:
     _active: list[patch_trl] = []  # noqa: RUF012 - of all instances, one entry for each `_apply`
     _wrapped = ExitStack()  # restores TRL's classes
 
+    @_suggests_names
     def __init__(
         self,
         model: nn.Module | None = None,
