@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import numbers
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypedDict
 
 import torch
@@ -287,6 +289,14 @@ def described(x: Any) -> str:
 
 _SCALARS = (numbers.Number, str, bytes, type(None), torch.dtype)
 _LONGEST_TEXT = 80
+
+
+def caller_outside(*packages: str) -> FrameType:
+    """Return the innermost frame that runs code of none of these packages, or the outermost frame."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in packages:
+        frame = frame.f_back
+    return frame
 
 
 def shown(value: Any) -> str:

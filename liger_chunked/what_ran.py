@@ -99,7 +99,8 @@ def _count(n: int, noun: str) -> str:
 
 
 def _size(n: int) -> str:
-    return f"{n / 2**20:.1f} MiB" if n >= 2**20 / 10 else f"{n} bytes"
+    unit, name = max((u, name) for u, name in ((1, "bytes"), (2**10, "KiB"), (2**20, "MiB")) if u <= max(1, n))
+    return f"{n / unit:.1f}".removesuffix(".0") + f" {name}"
 
 
 _numbers = itertools.count()
@@ -111,7 +112,7 @@ class Record:
     - `trained`: the last step with gradients; `untrained`: the last one without, such as an evaluation or a reference
     - `owner`: a weak reference to the loss, or to the model around the head, for the line in the log
     - `why_not_shared`: why the last batch's prompts were computed once for each sequence
-    - `real_logits`: what made the last call of the head compute its logits, and where
+    - `real_logits`: what the last call of the head computed its logits for, and where
     - `said`: whether the line is in the log
     - `number`: its key in `RECORDS`; `place`: the same in a tensor, which a compiled graph takes as an input
     """
@@ -154,6 +155,8 @@ def record_of(head: nn.Module) -> Record:
     """Return the record of a head, and make it in the first call."""
     record = _RECORDS.get(head)
     if record is None:  # not setdefault: it would number a record for each call
+        for part in head.modules():  # the layer that was the head before it got an adapter
+            _RECORDS.pop(part, None)
         record = _RECORDS[head] = Record()
     return record
 
@@ -208,7 +211,7 @@ def sharing(computed: int, tokens: int) -> Iterator[None]:
         _asking.reset(token)
 
 
-def _note(ran: Ran, records: tuple[Record, ...]) -> None:
+def _note(ran: Ran | None, records: tuple[Record, ...]) -> None:
     for record in records:
         if torch.is_grad_enabled():
             record.trained = ran
@@ -236,6 +239,13 @@ def note_kept(n_tokens: int, n_ids: int, planned: bool, head: Any, options: Logi
         if last is None or not planned:
             last = Ran(n_tokens, 0, 0, 0, options, dtype, head.weight.device, "kept ids", prompts)
         _note(last._replace(kept=(n_tokens, n_ids)), (record,))
+
+
+def note_real_logits(record: Record | None, what_for: str) -> None:
+    """Note that the last call of a head computed its logits: its step, with gradients or without, is not fused."""
+    if record is not None and _asking.get().records is not None:
+        record.real_logits = what_for
+        _note(None, (record,))
 
 
 def note_tiles(mlp: nn.Module, n_tokens: int, tile: int) -> None:
@@ -273,8 +283,9 @@ class Explanation:
         if self.layers is not None:
             reasons = [step.why_no_kernels for step in (*self.trained.values(), *self.untrained.values())]
             if reasons and None not in reasons:
-                which = "patched layers" if self.tiled is None else "patched layers outside tiles"
-                lines.append(f"  {which}: stock code, because {reasons[0]}")
+                but = f" but {', '.join(sorted(self.layers.everywhere))}" if self.layers.everywhere else ""
+                where = "" if self.tiled is None else " outside tiles"
+                lines.append(f"  patched layers{but}{where}: stock code, because {reasons[0]}")
             lines.append(str(self.layers))
         return "\n".join([f"What ran in {self.name}:", *lines])
 
@@ -319,10 +330,11 @@ def explain(model: nn.Module) -> Explanation:
         raise TypeError(f"model must be a module, such as a patched model or a loss, got {shown(model)}")
     trained: dict[str, Ran] = {}
     untrained: dict[str, Ran] = {}
-    layers, tiled, notes, seen = None, None, [], []
+    layers, tiled, notes, seen, records = None, None, [], [], False
     for name, module in model.named_modules():
         state = vars(module)
         layers, tiled = layers or state.get(APPLIED), _TILED.get(module, tiled)
+        records = records or RECORD in state
         record: Record | None = state.get(RECORD) or _RECORDS.get(module)
         if record is None or record in seen:  # the layers inside a head have its record
             continue
@@ -335,4 +347,7 @@ def explain(model: nn.Module) -> Explanation:
             notes.append(f"{_of(name)}logits were computed for {record.real_logits}")
         if record.why_not_shared is not None:
             notes.append(f"prompts were computed once for each sequence: {record.why_not_shared}")
+    if not (records or trained or untrained):
+        patched = "not patched" if layers is None else "patched without a fused loss"
+        notes.append(f"{patched}: no head in it defers its logits")
     return Explanation(type(model).__name__, trained, untrained, tiled, layers, tuple(notes))

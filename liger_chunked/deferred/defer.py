@@ -22,7 +22,7 @@ from liger_chunked.deferred.swap import STOCK, Patch, patch_of, set_patch
 from liger_chunked.kernels.operands import all_plain, outside_transforms
 from liger_chunked.private import HAS_STAND_INS, has_children
 from liger_chunked.types import budget_bytes
-from liger_chunked.what_ran import RECORD, record_of
+from liger_chunked.what_ran import RECORD, note_real_logits, record_of
 
 _LOGGER = logging.getLogger("liger_chunked")
 _is_traced = torch.compiler.is_dynamo_compiling
@@ -77,15 +77,11 @@ class DeferringLayer(Patch):
 
 
 def _may_defer(layer: nn.Module) -> bool:
-    """Whether a call may defer: the quick part of `_defers`, which Dynamo traces.
+    """Whether a call may defer: the part of `_why_real` that Dynamo traces.
 
     Compiled evaluation, as of `generate` with a static cache, computes its logits: a head that defers breaks the graph.
     """
-    if layer.training or request.ACTIVE:
-        return True
-    settings: Deferral | None = layer.__dict__.get(SETTINGS)
-    of_trainer = settings is not None and settings.of_trainer  # also a loop of one's own, on a model in evaluation mode
-    return (of_trainer or not torch.is_grad_enabled()) and not torch.compiler.is_compiling()
+    return layer.training or request.ACTIVE > 0 or not torch.compiler.is_compiling()
 
 
 def _in_graph(layer: Any) -> bool:
@@ -108,7 +104,7 @@ def _called_with_layouts(
 ) -> Any:
     """Call a layer that has hooks or a forward of its own, without those that lay out logits on several ranks."""
     layouts = sharded.layouts_of(layer)
-    if layouts is not None and _defers(layer, args, kwargs):
+    if layouts is not None and _why_real(layer, args, kwargs) is None:
         try:
             with sharded.without(layer, layouts, args[0]):
                 return stock_call(layer, *args)
@@ -119,32 +115,42 @@ def _called_with_layouts(
 
 @outside_graphs
 def _called(layer: Any, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not _defers(layer, args, kwargs):
-        return stock(layer, *args, **kwargs)
-    made = _stand_in(layer, stock, args[0])
-    if made is None and sharded.skipped(layer) is not None:
+    why = _why_real(layer, args, kwargs)
+    made = _stand_in(layer, stock, args[0]) if why is None else why
+    if type(made) is not str:
+        return made
+    if why is None and sharded.skipped(layer) is not None:
         raise sharded.NotServedError
-    return stock(layer, args[0]) if made is None else made
+    note_real_logits(vars(layer).get(RECORD), made)
+    return stock(layer, *args, **kwargs)
 
 
-def _defers(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a layer defers in this call, if a fused loss takes its weight."""
+def _why_real(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Return what a layer computes its logits for in this call; None: it defers, if a fused loss takes its weight."""
     asked = request.current().defer
-    defers = _defers_unasked(layer) if asked is None else asked
-    return HAS_STAND_INS and defers and len(args) == 1 and not kwargs and _takes(args[0])
+    if asked is False:
+        return "skip_logits=False"
+    why = None if asked else _why_real_unasked(layer)
+    if why is None and not (HAS_STAND_INS and len(args) == 1 and not kwargs and _takes(args[0])):
+        return "arguments of the head that no fused loss takes"
+    return why
 
 
-def _defers_unasked(layer: Any) -> bool:
+def _why_real_unasked(layer: Any) -> str | None:
     # None: a forward that was bound before the head stopped deferring.
     settings: Deferral | None = vars(layer).get(SETTINGS)
     if settings is None or not settings.in_training:
-        return False
-    if torch.is_grad_enabled():
-        return layer.training or settings.of_trainer
+        return "a call without head_fn"
+    if torch.is_grad_enabled():  # a trainer may have a loop of its own, on a model in evaluation mode
+        return None if layer.training or settings.of_trainer else "a call in evaluation mode with gradients"
     if _is_in_generate():
-        return False
+        return "generate"
+    if layer.training:
+        return None
+    if not settings.in_evaluation:
+        return "defer_in_evaluation=False"
     # Under tensor parallelism, all ranks must read real logits, and in evaluation one rank may read them alone.
-    return layer.training or (settings.in_evaluation and not sharded.is_distributed(layer.weight))
+    return "an evaluation under tensor parallelism" if sharded.is_distributed(layer.weight) else None
 
 
 def _is_in_generate() -> bool:
@@ -160,17 +166,20 @@ def _is_in_generate() -> bool:
     return False
 
 
+_NOT_TAKEN = "hidden states or a weight of which no fused loss takes the kind, such as a DTensor"
+
+
 def _stand_in(layer: Any, stock: Callable[..., Any], hidden: Any) -> Any:
-    """Return the stand-in for a layer's logits; None if no loss takes what the layer multiplies."""
+    """Return the stand-in for a layer's logits; what they are computed for, if no loss takes what it multiplies."""
     settings: Deferral = vars(layer)[SETTINGS]
     weight, bias, layouts = layer.weight, layer.bias, sharded.skipped(layer)
     options: dict[str, Any] = {}
     reason = None
     if sharded.is_distributed(weight):
         if layouts is None and not (all_plain([hidden]) and sharded.is_bare(layer)):
-            return None
+            return _NOT_TAKEN
         if not sharded.serves(weight, bias) or not _same_dtype(hidden, weight):
-            return None
+            return _NOT_TAKEN
         if (
             layouts is not None
             and not settings.whole_vocabulary
@@ -180,7 +189,7 @@ def _stand_in(layer: Any, stock: Callable[..., Any], hidden: Any) -> Any:
         options["forward"] = sharded.real_product(weight.detach(), None if bias is None else bias.detach())
         hidden = sharded.plain(hidden)
     elif not all_plain([hidden]) or layouts is not None:
-        return None
+        return _NOT_TAKEN
     elif quantized.is_quantized(layer):
         reason = refusal_of(layer)  # quantized since `set_deferral`
         options["n_ids"], options["forward"] = layer.out_features, functools.partial(stock, layer)
@@ -188,12 +197,11 @@ def _stand_in(layer: Any, stock: Callable[..., Any], hidden: Any) -> Any:
     elif not all_plain([weight]):
         reason = f"its weight is a {type(weight).__name__}, and a fused loss needs a plain tensor"
     elif not _same_dtype(hidden, weight):
-        return None
+        return f"hidden states in {hidden.dtype} of a head in {weight.dtype}"
     if reason is None and "dequantize" not in options:
         reason = sharded.keep_gathered(layer, weight)
     if reason is not None:
-        _log_reason(layer, reason)
-        return None
+        return _refused(layer, reason)
     return product(layer, hidden, weight, bias, settings, request.current(), **options)
 
 
@@ -241,7 +249,7 @@ def set_deferral(head: nn.Module, deferral: Deferral | None, model: nn.Module | 
     try:
         layers = _layers(head)
     except ValueError as refusal:
-        _log_reason(head, str(refusal))
+        note_real_logits(record, _refused(head, str(refusal)))
         return
     for layer in layers:
         vars(layer).update({SETTINGS: deferral, RECORD: record})
@@ -271,10 +279,12 @@ def refusal_of(head: nn.Module) -> str | None:
 _LOGGED: set[str] = set()
 
 
-def _log_reason(head: nn.Module, reason: str) -> None:
+def _refused(head: nn.Module, reason: str) -> str:
+    """Say once in the log why no fused loss computes a head, and return what its logits are computed for."""
     if reason not in _LOGGED:
         _LOGGED.add(reason)
         _LOGGER.warning("%s returns logits in training: %s", type(head).__name__, reason)
+    return f"a head that no fused loss computes: {reason}"
 
 
 class _Replaced(NamedTuple):

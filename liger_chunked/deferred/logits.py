@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 import types
 import weakref
 from collections.abc import Callable
@@ -60,7 +59,7 @@ from liger_chunked.private import (
     version_of,
     without_torch_function,
 )
-from liger_chunked.types import Head, LogitOptions, StandIn
+from liger_chunked.types import Head, LogitOptions, StandIn, caller_outside
 from liger_chunked.what_ran import Record
 
 _LOGGER = logging.getLogger("liger_chunked")
@@ -672,9 +671,7 @@ _LOGGED: set[tuple[str, str, int]] = set()
 
 def _log_use(source: Source, name: str) -> str:
     """Say once for each place that it made a head compute its logits; return the place."""
-    frame: Any = sys._getframe(1)
-    while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
-        frame = frame.f_back
+    frame = caller_outside("liger_chunked", "torch")
     name = name.strip("_")
     place = (name, frame.f_code.co_filename, frame.f_lineno)
     asked_by = f"{name} at {frame.f_code.co_filename}:{frame.f_lineno}"
@@ -689,7 +686,3 @@ def _log_use(source: Source, name: str) -> str:
             source.name, size, asked_by,
         )  # fmt: skip
     return asked_by
-
-
-def _is_ours(module: str) -> bool:
-    return module.startswith(("liger_chunked.", "torch.")) or module == "torch"

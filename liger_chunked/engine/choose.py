@@ -34,7 +34,7 @@ from liger_chunked.kernels.backend import has_wide_tiles, torch_on_host
 from liger_chunked.kernels.kept import Entries
 from liger_chunked.kernels.tuning.generic import KEPT_OF_VOCAB, SMALLEST_OF_KEPT, SMALLEST_OF_LIVE_ROWS
 from liger_chunked.shapes import shapes_only
-from liger_chunked.types import DIFFERENTIABLE, HeadTensors, LogitOptions, LossHead, accumulation_dtype
+from liger_chunked.types import DIFFERENTIABLE, HeadTensors, LogitOptions, LossHead, accumulation_dtype, caller_outside
 from liger_chunked.what_ran import noted
 
 
@@ -457,26 +457,31 @@ def _source_of_logits(plan: Plan, head: HeadTensors, sink: Sink | None) -> Logit
     return source
 
 
-# Products of fewer rows are slow; small vocabularies and few chunks cost little in all.
-_FEW_ROWS, _LARGE_VOCAB, _MANY_CHUNKS = 16, 8192, 16
+# Products of fewer rows are slow; few pieces, and small steps, cost little in all.
+_FEW_ROWS, _MANY_PIECES, _MANY_LOGITS = 16, 64, 2**17
+# What may be between a loss and the code of the user.
+_BETWEEN = ("liger_chunked", "torch", "transformers", "trl", "accelerate", "peft")
 
 
 def _warn_of_few_rows(budget: Budget, bytes_per_logit: int, n_valid: int) -> None:
-    if budget.given is None or budget.vocab_size < _LARGE_VOCAB:
+    if budget.given is None or n_valid * budget.vocab_size < _MANY_LOGITS:
         return
     row = budget.vocab_size * bytes_per_logit
     n_rows = budget.given // row
-    if n_rows < _FEW_ROWS and n_valid > _MANY_CHUNKS * max(1, n_rows):
+    if n_rows < _FEW_ROWS and n_valid * row > _MANY_PIECES * budget.given:
         _warn_once_of_few_rows(budget.given, budget.vocab_size, row, n_rows)
 
 
 @functools.cache
 def _warn_once_of_few_rows(budget: int, vocab_size: int, row: int, n_rows: int) -> None:
     holds = "less than one row" if n_rows == 0 else f"only {n_rows} row{'s' if n_rows > 1 else ''}"
-    warnings.warn(
+    frame = caller_outside(*_BETWEEN)
+    warnings.warn_explicit(
         f"logits_budget={budget} bytes holds {holds} of logits: a row takes {row} bytes for a vocabulary of "
         f"{vocab_size}, and so many small chunks are slow. Pass a larger budget, such as '256MiB', or None to choose "
         "it automatically",
         UserWarning,
-        stacklevel=2,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        frame.f_globals.get("__name__"),
     )

@@ -276,7 +276,7 @@ def linear_token_stats(
     outputs = (outputs,) if isinstance(outputs, str) else tuple(outputs)
     unknown = [name for name in outputs if name not in OUTPUTS]
     if unknown or not outputs or len(set(outputs)) < len(outputs):
-        given = ", ".join(map(shown, outputs))
+        given = ", ".join(map(shown, outputs)) + "," * (len(outputs) == 1)
         raise ValueError(f"outputs must name distinct fields of TokenStats {OUTPUTS}, got ({given})")
     if deterministic not in (None, "batch"):
         raise ValueError(f'deterministic must be "batch" or None, got {shown(deterministic)}')

@@ -43,14 +43,21 @@ def test_bare_loss() -> None:
     ran = found.trained[""]
     assert (ran.n_tokens, ran.n_chunks, ran.largest_tile, ran.kept) == (36, 4, 10 * VOCAB, None)
     assert str(found).splitlines()[1] == (
-        "  with gradients: 36 tokens with a target; 4 chunks, 4 tiles of at most 2560 bytes of logits; "
-        "logits_budget 2560 bytes; PyTorch on cpu, because no kernel runs on cpu"
+        "  with gradients: 36 tokens with a target; 4 chunks, 4 tiles of at most 2.5 KiB of logits; "
+        "logits_budget 2.5 KiB; PyTorch on cpu, because no kernel runs on cpu"
     )
     with torch.no_grad():
         loss(*batch(8))
     assert explain(loss).trained == found.trained and explain(loss).untrained[""].n_tokens == 4
     loss(*(x.double() if x.is_floating_point() else x for x in batch())).backward()
     assert "because no kernel computes float64" in str(explain(loss))
+
+
+@pytest.mark.parametrize("budget", ["100 bytes", "64 KiB", "1.5 MiB", "512 MiB"])
+def test_budgets_are_shown_as_written(budget: str) -> None:
+    loss = cross_entropy(logits_budget=budget.replace("bytes", "B"))
+    loss(*batch())
+    assert f"; logits_budget {budget}; " in str(explain(loss))
 
 
 @pytest.mark.parametrize("kind", ["preference", "policy", "distillation"])
@@ -88,7 +95,7 @@ def test_kept_ids() -> None:
 
 def test_deferred_logits(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, VOCAB))
-    assert "nothing ran yet" in str(explain(model))
+    assert explain(model).notes == ("not patched: no head in it defers its logits",)
     handle = defer_logits(model[1], logits_budget=2**20)
     _, x, target = batch()
     for _ in range(2):
@@ -214,6 +221,83 @@ def test_a_step_without_a_fused_loss() -> None:
     _, nothing, why, *_ = str(explain(model)).splitlines()
     assert nothing == "  no fused loss ran"
     assert why.startswith(f"  'lm_head', logits were computed for max at {__file__}:")
+
+
+@pytest.mark.parametrize(
+    ("training", "keywords", "why"),
+    [
+        (True, {"skip_logits": False}, "skip_logits=False"),
+        (False, {}, "a call in evaluation mode with gradients"),
+        (False, {"skip_logits": False}, "skip_logits=False"),
+    ],
+)
+def test_a_step_with_real_logits_is_the_last_one(training: bool, keywords: Any, why: str) -> None:
+    """The fused step before it is no longer the last."""
+    model, _ = patched_model()
+    ids = torch.randint(VOCAB, (2, 20))
+    with torch.no_grad():
+        model(ids, labels=ids)
+    model(ids, labels=ids).loss.backward()
+    model.train(training)(ids[:1, :9], labels=ids[:1, :9], **keywords).loss.backward()
+    found = explain(model)
+    assert found.trained == {} and found.untrained["lm_head"].n_tokens == 38
+    assert found.notes == (f"'lm_head', logits were computed for {why}",)
+    model.train()(ids, labels=ids)
+    assert explain(model).notes == () and explain(model).trained["lm_head"].n_tokens == 38
+
+
+def test_steps_without_gradients_that_compute_logits() -> None:
+    model, _ = patched_model(defer_in_evaluation=False)
+    ids = torch.randint(VOCAB, (2, 20))
+    with torch.no_grad():
+        model.eval()(ids, labels=ids)
+        assert explain(model).notes == ("'lm_head', logits were computed for defer_in_evaluation=False",)
+        model.generate(ids, max_new_tokens=2, do_sample=False)
+    assert explain(model).notes == ("'lm_head', logits were computed for generate",)
+
+
+def test_hidden_states_that_no_loss_takes() -> None:
+    head = nn.Linear(HIDDEN, VOCAB)
+    defer_logits(head)
+    head(torch.randn(HIDDEN))
+    assert explain(head).notes == ("logits were computed for arguments of the head that no fused loss takes",)
+    head.register_forward_pre_hook(lambda module, args: module.double() and None)
+    with pytest.raises(RuntimeError):
+        head(torch.randn(2, HIDDEN))
+    why = "logits were computed for hidden states in torch.float32 of a head in torch.float64"
+    assert explain(head).notes == (why,)
+
+
+@pytest.mark.parametrize("options", [{"fused_linear_cross_entropy": False}, {"cross_entropy": True}])
+def test_a_patch_without_a_fused_loss(options: Any) -> None:
+    model, _ = patched_model(**options)
+    ids = torch.randint(VOCAB, (2, 20))
+    model(ids, labels=ids).loss.backward()
+    assert explain(model).notes == ("patched without a fused loss: no head in it defers its logits",)
+
+
+def test_an_adapter_that_no_loss_computes() -> None:
+    peft = pytest.importorskip("peft")
+    model, _ = patched_model()
+    ids = torch.randint(VOCAB, (2, 20))
+    model(ids, labels=ids).loss.backward()
+    config = peft.LoraConfig(r=2, target_modules=["lm_head"], use_dora=True, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(model, config)
+    model(input_ids=ids, labels=ids).loss.backward()
+    found = explain(model)  # and the step before the adapter is not the last
+    (note,) = found.notes
+    assert found.trained == {} and "logits were computed for a head that no fused loss computes: " in note
+    assert "DoraLinearVariant" in note
+
+
+def test_a_trainer_that_was_made_before_the_patch(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    from trl_kinds import build
+
+    trainer = build(tmp_path, "DPO", config={"max_steps": 1})
+    with library.patch_trl():
+        trainer.train()
+    assert explain(trainer.model).notes == ("not patched: no head in it defers its logits",)
 
 
 def test_trainer_of_trl(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -97,6 +97,7 @@ MEMORY_SIZES = Sizes(sequences=8, length=32, hidden=32, vocab=1009, ref_hidden=3
 @pytest.mark.few(2, "bf16-one-chunk-kl")
 @pytest.mark.sampled(0.5)
 @pytest.mark.ordinary_memory
+@pytest.mark.filterwarnings("ignore:logits_budget=")  # 128 pieces and more
 @by_row
 @pytest.mark.parametrize(
     ("dtype", "tokens_in_budget"),

@@ -6,6 +6,7 @@ import copy
 import inspect
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any
 
@@ -349,10 +350,36 @@ ROW = 32768 * 4
 def test_a_budget_of_a_few_rows(call):
     choose._warn_once_of_few_rows.cache_clear()
     message = r"holds only 2 rows of logits: a row takes (131072|262144) bytes for a vocabulary of 32768, .* '256MiB'"
-    with pytest.warns(UserWarning, match=message):
+    with pytest.warns(UserWarning, match=message) as caught:
         call(2 * ROW)
+    assert [warning.filename for warning in caught] == [__file__]
     call(2 * ROW)  # the warning appears once; warnings are errors here
     call(16 * ROW)
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "n_tokens", "budget", "warns"),
+    [
+        (512, 256, 100, True),  # 5,376 tiles
+        (512, 255, 100, False),  # a small step
+        (512, 2048, 16 * 512 * 4, False),  # 128 chunks of 16 rows
+        (512, 960, 15 * 512 * 4, False),  # 64 chunks
+        (512, 961, 15 * 512 * 4, True),
+    ],
+)
+def test_a_budget_that_cuts_a_step_into_many_pieces(vocab_size, n_tokens, budget, warns):
+    """At any vocabulary."""
+    choose._warn_once_of_few_rows.cache_clear()
+    tensors = torch.ones(vocab_size, 1), torch.ones(n_tokens, 1), torch.zeros(n_tokens, dtype=torch.int64)
+    with pytest.warns(UserWarning, match="holds ") if warns else nullcontext():
+        lc.linear_token_stats(*tensors, logits_budget=budget)
+
+
+@pytest.mark.parametrize("outputs", [("logprobs",), ("logps", "logprobs"), ()])
+def test_outputs_are_shown_as_given(outputs):
+    with pytest.raises(ValueError, match=r"outputs must name distinct fields of TokenStats .*, got ") as error:
+        lc.linear_token_stats(**LARGE, outputs=outputs)
+    assert str(error.value).endswith(f"got {outputs}")
 
 
 def test_help_of_a_constructor_is_that_of_its_class():

@@ -372,6 +372,22 @@ def test_what_is_left_alone(case, table):
     assert state_of(model) == before
 
 
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [
+        ({"rms_norm": False}, {"LlamaRMSNorm": "rms_norm is off"}),
+        (
+            {"rope": False, "swiglu": False, "cross_entropy": False},
+            {"apply_rotary_pos_emb": "rope is off", "LlamaMLP": "swiglu is off"},
+        ),
+        ({"cross_entropy": True}, {"LlamaForCausalLM": "fused_linear_cross_entropy is off"}),
+        ({"fused_linear_cross_entropy": False}, {"LlamaForCausalLM": "fused_linear_cross_entropy is off"}),
+    ],
+)
+def test_a_switch_that_is_off_leaves_its_layers_alone(options, left):
+    assert apply_liger_kernel(BY_ID["llama"].build(), **options).left == left
+
+
 def test_a_registered_class(table):
     model, arguments = BY_ID["llama"].build(), labelled(BY_ID["llama"])
     torch.manual_seed(0)

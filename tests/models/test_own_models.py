@@ -17,7 +17,7 @@ from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama import modeling_llama
 
-from liger_chunked import attach_head, liger_rms_norm, logit_options, run_head
+from liger_chunked import attach_head, explain, liger_rms_norm, logit_options, run_head
 from liger_chunked.integrations.transformers import apply_liger_kernel, layers, overrides, register_layer
 from liger_chunked.integrations.transformers.check import check_model
 from liger_chunked.integrations.transformers.layers import Layer
@@ -344,8 +344,10 @@ def test_a_registered_layer_runs_without_kernels_too(table):
     model = with_norm(Norm)
     apply_liger_kernel(model)
     for dtype in (torch.float32, torch.float64):
-        model.to(dtype)(**batch())
+        model.train().to(dtype)(**batch())
     assert dtypes == [torch.float32, torch.float64]
+    why = "  patched layers but Norm: stock code, because no kernel computes float64"
+    assert why in str(explain(model)).splitlines()
 
 
 LAYERS = [

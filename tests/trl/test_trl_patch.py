@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from trl.trainer import utils
 from trl_kinds import KINDS, PATCHED, PLAIN, assert_same, beside, build, log_of, run, state_of
 
+from liger_chunked import apply_liger_kernel, explain
 from liger_chunked.integrations import trl as integration
 from liger_chunked.integrations.trl import heads, patch, patch_trl
 from liger_chunked.integrations.trl.patch import ServedTrainer
@@ -87,6 +88,23 @@ def test_ways_to_apply_it(tmp_path: Path) -> None:
     assert all(x is after[key] for key, x in before.items())
     new = [x for key, x in after.items() if key not in before]  # what TRL has imported meanwhile
     assert not any(getattr(x, "__module__", "").startswith("liger_chunked") for x in new)
+
+
+@pytest.mark.parametrize(
+    ("given", "of_model", "expected"),
+    [(None, "64KiB", 2**16), ("1MiB", "64KiB", 2**20), (None, None, 512 * 2**20)],
+)
+def test_the_budget_of_the_model(tmp_path: Path, given: Any, of_model: Any, expected: int) -> None:
+    """Without a budget of its own, a trainer keeps that of `apply_liger_kernel`, for all its models."""
+    model = tiny.model()
+    apply_liger_kernel(model, logits_budget=of_model)
+    with patch_trl(logits_budget=given):
+        trainer = build(tmp_path, "DPO", config={"max_steps": 1}, model=model)
+    trainer.train()
+    budgets = [ran.options.logits_budget for ran in explain(model).trained.values()]
+    assert budgets == [expected] == [ran.options.logits_budget for ran in explain(trainer.ref_model).untrained.values()]
+    own = build(tmp_path, "SFT", True, SHORT, model=model, logits_budget=given)
+    assert own._liger_heads.plain.logits_budget == expected
 
 
 def test_a_patch_inside_itself(tmp_path: Path) -> None:
@@ -536,7 +554,11 @@ def test_settings_that_cannot_be_served(tmp_path: Path, case: str) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"logits_budget": "lots"}, "logits_budget"), ({"share_prefix": "on"}, "share_prefix must be 'auto', True or")],
+    [
+        ({"logits_budget": "lots"}, "logits_budget"),
+        ({"share_prefix": "on"}, "share_prefix must be 'auto', True or"),
+        ({"logit_budget": "1MiB"}, "patch_trl has no argument 'logit_budget': did you mean 'logits_budget'"),
+    ],
 )
 def test_arguments_that_are_refused(settings: dict[str, Any], message: str) -> None:
     before = state_of_trl()

@@ -31,13 +31,14 @@ class Found:
     - `layers`: a switch of `apply_liger_kernel`, a module, and how the layer reads it
     - `ropes`: the modules and names of rotary functions
     - `parallel`: linear layers that `parallelize_module` split
-    - `heads`: switches of the head
+    - `head_class`: the name of the model's class, and `heads`: switches of its head
     - `left`: the reason for each class or function that is left alone
     """
 
     layers: list[tuple[str, nn.Module, Binding]] = field(default_factory=list)
     ropes: tuple[tuple[str, str], ...] = ()
     parallel: list[nn.Module] = field(default_factory=list)
+    head_class: str = ""
     heads: tuple[str, ...] = ()
     left: dict[str, str] = field(default_factory=dict)
     other_loss: dict[str, str] = field(default_factory=dict)  # the class that cross_entropy cannot serve, and why
@@ -73,7 +74,7 @@ class Found:
                 self.ropes = (*self.ropes, (module, name))
 
     def add_head(self, model: PreTrainedModel) -> None:
-        name = owner_of(model).__name__
+        name = self.head_class = owner_of(model).__name__
         if head_of(model) is None:
             if model.can_generate():
                 self.left[name] = "it is not a backbone under an lm_head"
@@ -105,6 +106,7 @@ class Found:
         off.add(FUSED if "cross_entropy" in wanted else "cross_entropy")
         if FUSED in off and switches.get("cross_entropy") is not False:
             self._leave_other_loss()  # where the fused loss is on, it is not left alone
+        self._leave_off(off)
         return [switch for switch in self.switches if switch not in off]
 
     def check_tiles(self, family: str, on: list[str], tokens: Tokens) -> None:
@@ -121,6 +123,15 @@ class Found:
             raise ValueError(f"{overrides.TILED} matches nothing in {family}, which has no gated MLP beside experts")
         if mlps.isdisjoint(on):
             raise ValueError(f"{overrides.TILED} tiles the MLPs of {sorted(mlps)}, which is off")
+
+    def _leave_off(self, off: set[str]) -> None:
+        served = [(switch, owner_of(module).__name__) for switch, module, _ in self.layers]
+        served += [(overrides.PARALLEL, owner_of(module).__name__) for module in self.parallel]
+        served += [("rope", name) for _, name in self.ropes]
+        served += [(FUSED, self.head_class)] if FUSED in self.heads else []
+        for switch, name in served:
+            if switch in off:
+                self.left.setdefault(name, f"{switch} is off")
 
     def _leave_other_loss(self) -> None:
         for name, reason in self.other_loss.items():

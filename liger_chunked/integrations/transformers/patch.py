@@ -115,6 +115,8 @@ def apply_liger_kernel(
       rms_norm: LlamaRMSNorm x 5
       swiglu: LlamaMLP x 2
       fused_linear_cross_entropy: LlamaForCausalLM
+    Left alone:
+      apply_rotary_pos_emb: rope is off
     >>> ids = torch.randint(64, (1, 8))
     >>> output = model.train()(ids, labels=ids)
     >>> output.loss.shape, output.logits
@@ -159,11 +161,14 @@ def apply_liger_kernel(
                 in_tiles = binding.layer.is_mlp or binding.layer.is_norm
                 set_patch(module, LayerPatch(binding, tokens if in_tiles else False))
                 applied.count(switch, owner_of(module).__name__)
+                if binding.everywhere:
+                    applied.everywhere.add(owner_of(module).__name__)
                 if tokens is not False and binding.layer.is_mlp:
                     applied.count(overrides.TILED, owner_of(module).__name__)
     for module in found.parallel if overrides.PARALLEL in on else ():
         set_patch(module, ParallelPatch())
         applied.count(overrides.PARALLEL, owner_of(module).__name__)
+        applied.everywhere.add(owner_of(module).__name__)
     if "rope" in on:
         _rotate(inner, found.ropes)
         applied.ropes = found.ropes

@@ -15,12 +15,14 @@ class Applied:
     - `replaced`: for each switch that is on, the names of patched classes or functions, and how many modules have them
     - `left`: for each class or function that is left alone, the reason
     - `ropes`: the modules and names of the rotary functions that the model's own layers do not call any more
+    - `everywhere`: the replaced classes whose layer runs where no kernel does too, as those of `register_layer`
     """
 
     family: str
     replaced: dict[str, dict[str, int]] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     ropes: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    everywhere: set[str] = field(default_factory=set, init=False, repr=False)
 
     def count(self, switch: str, name: str) -> None:
         counts = self.replaced.setdefault(switch, {})

@@ -25,9 +25,11 @@ from torch import nn
 from transformers import PreTrainedModel, TrainingArguments
 from trl.trainer.base_trainer import _BaseTrainer
 
+from liger_chunked.arguments import Arguments, call_error
 from liger_chunked.deferred.projection import projections_in
 from liger_chunked.integrations.transformers.attach import check_head
 from liger_chunked.integrations.transformers.detect import inner_model
+from liger_chunked.integrations.transformers.forward import state_of
 from liger_chunked.integrations.trl.heads import HEAD_BUDGET, Heads, HeadSettings, language_models
 from liger_chunked.integrations.trl.stand_ins import lent, replaced, swap, swap_back, trainer_classes
 from liger_chunked.shared_prefix.served import ROUTER, why_not_shared
@@ -124,6 +126,15 @@ def config_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingArgument
     return next((x for x in (*args, *kwargs.values()) if isinstance(x, TrainingArguments)), None)
 
 
+def budget_of_model(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Return the budget that `apply_liger_kernel` gave the model of a trainer with these arguments, or TRL's heads'."""
+    for model in language_models([kwargs.get("model"), *args]):
+        state = state_of(inner_model(model))
+        if state is not None and state.fusion is not None and state.fusion.logits_budget is not None:
+            return state.fusion.logits_budget
+    return HEAD_BUDGET
+
+
 # While a trainer is made, TRL's modules have functions of ours.
 _MAKING = threading.RLock()
 
@@ -162,7 +173,7 @@ def constructing(
     alone = not {cls.__name__ for cls in type(trainer).__mro__}.isdisjoint(_ALONE)
     if alone and share_prefix is True:
         raise ValueError(f"share_prefix=True: the sequences of {type(trainer).__name__} have no prompts in common")
-    budget = HEAD_BUDGET if logits_budget is None else logits_budget
+    budget = budget_of_model(args, kwargs) if logits_budget is None else logits_budget
     heads = Heads(HeadSettings(logits_budget=budget))
     shares: list[PreTrainedModel] = []
     maker = threading.get_ident()
@@ -226,6 +237,19 @@ def _lora_heads(trainer: type[Any]) -> Iterator[None]:
         yield
 
 
+def _suggests_names(init: Callable[P, T]) -> Callable[P, T]:
+    """Make arguments that a constructor does not take raise the TypeError that suggests the right name."""
+    owner = init.__qualname__.partition(".")[0]
+
+    @functools.wraps(init)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        if (error := call_error(owner, init, args, kwargs, Arguments(()))) is not None:
+            raise error
+        return init(*args, **kwargs)
+
+    return checked
+
+
 class patch_trl:
     """Let trainers of TRL compute their losses from hidden states, on chunks of logits.
 
@@ -248,7 +272,8 @@ class patch_trl:
     Args:
         model: only serve trainers of this model (the argument `model` of the trainer, maybe wrapped by PEFT), with
             their references and teachers. None: all trainers of this process.
-        logits_budget: most bytes of logits in memory at once, see `LogitOptions`. None: 512 MiB.
+        logits_budget: most bytes of logits in memory at once, see `LogitOptions`. None: what the model has by
+            `apply_liger_kernel`, else 512 MiB.
         share_prefix: compute a prompt once for its sequences, in DPO, GRPO, RLOO and subclasses of these: "auto" if the
             model allows it and a tenth of a batch's tokens is saved; True raises ValueError for other trainers and
             models; see docs/shared_prefix.md.
@@ -261,6 +286,7 @@ class patch_trl:
     _active: list[patch_trl] = []  # noqa: RUF012 - of all instances, one entry for each `_apply`
     _wrapped = ExitStack()  # restores TRL's classes
 
+    @_suggests_names
     def __init__(
         self,
         model: nn.Module | None = None,
