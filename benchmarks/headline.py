@@ -55,7 +55,9 @@ class Step:
         return "–" if theirs is None else f"{theirs / self.ms[2]:.2f}"
 
     def noted(self) -> str:
-        return self.note.format(stock=self.ms[0], ours=self.ms[2])
+        note = self.note.format(stock=self.ms[0], ours=self.ms[2])
+        is_slower = self.ms[0] is not None and self.ms[2] > self.ms[0]
+        return f"slower: {note}" if is_slower else note
 
 
 _BUILDS_LOGITS = "TRL's trainer builds all logits"
@@ -73,7 +75,7 @@ GAINS = (
         "trainers",
         "GRPO qwen2.5-0.5b 8x2048",
         "TRL GRPO, Qwen2.5-0.5B, 8 × 2048",
-        "slower: the step waits for the host, and varies from run to run",
+        "the step waits for the host, and varies from run to run",
     ),
     Gain("trainers", "GKD llama-3.2-1b 3x2048", "TRL GKD, Llama-3.2-1B, 3 × 2048", _BUILDS_LOGITS),
     Gain("trainers", "Distillation llama-3.2-1b 8x2048", "TRL distillation, Llama-3.2-1B, 8 × 2048", _SAME),
@@ -189,7 +191,7 @@ def _small(folder: Path) -> Step:
     commit = of[-1].get("commit", about["commit"])
     return Step(
         SMALL,
-        f"slower: a step this small waits for the host ({about['date']}, commit {commit[:7]}, "
+        f"a step this small waits for the host ({about['date']}, commit {commit[:7]}, "
         f"{about['device']}, float32 weights, autocast)",
         tuple(median(run["ms"]) for run in of),  # type: ignore[arg-type]
         tuple(max(run["mib"]) / 1024 for run in of),  # type: ignore[arg-type]

@@ -241,13 +241,15 @@ def test_leading_numbers_are_the_measured_ones(page):
 
 
 def test_the_leading_table_is_no_selection():
-    """It has a row for every trainer that was measured on its model, better or worse than stock."""
+    """It has a row for every trainer that was measured on its model, and the slowest one of all models."""
     from benchmarks import harness, headline
 
     shown = {(gain.family, gain.task) for gain in headline.GAINS}
-    for task in headline.whole_run(harness.RESULTS, "trainers").cells:
-        assert "llama-3.2-1b" not in task or ("trainers", task) in shown, task
-    assert any(float(step.over(0)) < 1 for step in headline.steps(harness.RESULTS))
+    run = headline.whole_run(harness.RESULTS, "trainers")
+    times = {task: run.measured(task) for task in run.cells}
+    slowest = max(times, key=lambda task: times[task][harness.OURS]["ms"] / times[task][harness.STOCK]["ms"])
+    for task in times:
+        assert ("trainers", task) in shown or not ("llama-3.2-1b" in task or task == slowest), task
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/index.md", "docs/getting-started.md"])
