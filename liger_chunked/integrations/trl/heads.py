@@ -74,7 +74,9 @@ _SLOTS = ("forward", "_original_forward", "_is_accelerate_prepared")
 
 @dataclass
 class _Record:
-    """What is known of a trainer's model, or of the module that wraps it. All but two fields are None between `set`s.
+    """What is known of a trainer's model, or of the module that wraps it.
+
+    Between `set`s all but `settings` and `ours` are None:
 
     - `settings`: given to the model by `give`
     - `before`: why the model was patched before

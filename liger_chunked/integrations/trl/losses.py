@@ -19,10 +19,9 @@ from liger_chunked.integrations.transformers import HeadInput
 from liger_chunked.integrations.transformers.head_input import fitted
 from liger_chunked.integrations.trl.heads import HeadSettings, fused_output
 from liger_chunked.integrations.trl.patch import ServedTrainer, checked_share_prefix, config_in, constructing
-from liger_chunked.integrations.trl.stand_ins import distilled, lent, statistics
+from liger_chunked.integrations.trl.stand_ins import distilled, jsd_loss, lent, statistics
 from liger_chunked.losses import (
     LigerFusedLinearDistillationBase,
-    LigerFusedLinearJSDLoss,
 )
 from liger_chunked.types import Head, budget_bytes, described
 
@@ -364,13 +363,9 @@ class DistillationMixin(LossMixin):
         if getattr(self, "_forward_redirection", None) is not _called_outside:
             return super()._compute_loss(model, inputs, num_items)
         own = self.loss_override
-        loss = own or LigerFusedLinearJSDLoss(
-            beta=self.beta,
-            temperature=self.temperature,
-            weight_hard_loss=0.0,
-            weight_soft_loss=1.0,
-            logits_budget=self._liger_heads.plain.logits_budget,
-        )
+        loss = own
+        if loss is None:
+            loss = jsd_loss(self.beta, self.temperature, self._liger_heads.plain.logits_budget)
         model_inputs, labels = rollout_inputs(inputs)
         length = inputs["completion_ids"].shape[1]
         target = labels[:, -length:]

@@ -1,3 +1,5 @@
+"""The trainers of GRPO and RLOO, which take `loss=`, kept ids and sequences without an advantage that are skipped."""
+
 from __future__ import annotations
 
 import copy

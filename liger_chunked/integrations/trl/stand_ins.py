@@ -132,6 +132,20 @@ def distilled(
     return teacher_logits.detach().run(in_teacher)
 
 
+def jsd_loss(
+    beta: float, temperature: float, logits_budget: int | None, reduction: str = "mean"
+) -> LigerFusedLinearJSDLoss:
+    """Return TRL's generalized JSD alone, without a cross entropy."""
+    return LigerFusedLinearJSDLoss(
+        beta=beta,
+        temperature=temperature,
+        weight_hard_loss=0.0,
+        weight_soft_loss=1.0,
+        reduction=reduction,
+        logits_budget=logits_budget,
+    )
+
+
 def divergence(
     student_logits: Any,
     teacher_logits: Any,
@@ -152,14 +166,7 @@ def divergence(
     """
     if not are_expressible(student_logits, teacher_logits):
         return NotImplemented
-    loss = LigerFusedLinearJSDLoss(
-        beta=beta,
-        temperature=temperature,
-        weight_hard_loss=0.0,
-        weight_soft_loss=1.0,
-        reduction=reduction,
-        logits_budget=_budget(student_logits),
-    )
+    loss = jsd_loss(beta, temperature, _budget(student_logits), reduction)
     target = torch.zeros(student_logits.shape[:-1], dtype=torch.long, device=student_logits.device)
     target = target if labels is None else target.masked_fill(labels == -100, -100)
     return distilled(loss, student_logits, teacher_logits, target, num_items=num_items)[0]
