@@ -468,6 +468,23 @@ def test_a_model_that_nobody_else_keeps_is_freed() -> None:
     assert left() is None and not given._records
 
 
+def test_what_a_user_put_around_trls_head_stays() -> None:
+    model = tiny.model()
+    utils.add_fused_lm_head(model, 1.0)
+    below = model.forward
+
+    @functools.wraps(below)
+    def around(*args: Any, **kwargs: Any) -> Any:
+        return below(*args, **kwargs)
+
+    model.forward = around
+    heads._clear(model)
+    assert vars(model)["forward"] is around
+    model.forward = below
+    heads._clear(model)
+    assert heads.newer_head(model) is None
+
+
 def test_generators_are_not_decorated() -> None:
     def steps() -> Any:
         yield
