@@ -292,9 +292,12 @@ _LONGEST_TEXT = 80
 
 
 def caller_outside(*packages: str) -> FrameType:
-    """Return the innermost frame that runs code of none of these packages, or the outermost frame."""
+    """Return the innermost frame that runs code of none of these packages, nor of a graph, or the outermost frame."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in packages:
+    while frame.f_back is not None:
+        name = frame.f_globals.get("__name__")  # a graph's code has none
+        if name is not None and name.partition(".")[0] not in packages:
+            break
         frame = frame.f_back
     return frame
 

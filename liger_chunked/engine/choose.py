@@ -483,5 +483,5 @@ def _warn_once_of_few_rows(budget: int, vocab_size: int, row: int, n_rows: int) 
         UserWarning,
         frame.f_code.co_filename,
         frame.f_lineno,
-        frame.f_globals.get("__name__"),
+        frame.f_globals.get("__name__", "__main__"),
     )

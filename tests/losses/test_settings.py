@@ -375,6 +375,16 @@ def test_a_budget_that_cuts_a_step_into_many_pieces(vocab_size, n_tokens, budget
         lc.linear_token_stats(*tensors, logits_budget=budget)
 
 
+def test_a_budget_of_a_few_rows_in_a_graph():
+    """The code of a graph, which is no module's, lies between the loss and the user's line."""
+    choose._warn_once_of_few_rows.cache_clear()
+    loss = lc.LigerFusedLinearCrossEntropyLoss(logits_budget=100)
+    tensors = torch.ones(512, 1), torch.ones(256, 1), torch.zeros(256, dtype=torch.int64)
+    with pytest.warns(UserWarning, match="holds less than one row") as caught:
+        torch.compile(loss, backend="aot_eager")(*tensors)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
 @pytest.mark.parametrize("outputs", [("logprobs",), ("logps", "logprobs"), ()])
 def test_outputs_are_shown_as_given(outputs):
     with pytest.raises(ValueError, match=r"outputs must name distinct fields of TokenStats .*, got ") as error:

@@ -406,7 +406,7 @@ def test_modules_that_import_the_head(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_second_step_of_a_loop_looks_through_no_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loop of one's own calls `training_step`; there are thousands of modules. The trainer's end restores TRL's."""
+    """A loop of one's own calls `training_step`, which swaps functions each time; there are thousands of modules."""
     theirs, looks = utils.selective_log_softmax, []
 
     class Watched(ModuleType):
@@ -421,10 +421,38 @@ def test_a_second_step_of_a_loop_looks_through_no_modules(tmp_path: Path, monkey
     for _ in range(2):
         with trainer.heads_set():
             assert utils.selective_log_softmax is not theirs
+        assert utils.selective_log_softmax is theirs
     assert len(looks) == 1
-    del trainer
-    gc.collect()
-    assert utils.selective_log_softmax is theirs
+
+
+def test_modules_of_trl_that_are_imported_between_steps_are_served(tmp_path: Path) -> None:
+    """The functions of a trainer that was imported while a loop of another one's was open are ours in a step."""
+    trainer = build(tmp_path, "SFT", PATCHED)
+    with trainer.heads_set():
+        pass
+    late = ModuleType("late")
+    theirs = late.selective_log_softmax = utils.selective_log_softmax  # type: ignore[attr-defined]
+    sys.modules["late"] = late
+    try:
+        with trainer.heads_set():
+            assert late.selective_log_softmax is not theirs
+        assert late.selective_log_softmax is theirs
+    finally:
+        del sys.modules["late"]
+
+
+def test_a_teacher_that_trains_gets_its_gradient(tmp_path: Path) -> None:
+    """A fused divergence has none by the teacher, so TRL's function runs."""
+    found = []
+    for served in (False, True):
+        trainer = build(tmp_path, "GKD", PATCHED if served else PLAIN)
+        models = trainer.model.train(), trainer.teacher_model.train().requires_grad_()
+        ids = torch.tensor([[3, 4, 5, 6]])
+        with trainer.heads_set() if served else contextlib.nullcontext():
+            student, teacher = (model(input_ids=ids).logits for model in models)
+            trainer.generalized_jsd_loss(student, teacher, ids).backward()
+        found.append([model.lm_head.weight.grad for model in models])
+    torch.testing.assert_close(found[1], found[0])
 
 
 @pytest.mark.parametrize("before", [torch.log_softmax, lambda z, dim: z.tanh().tanh()])
@@ -485,12 +513,19 @@ def test_what_a_user_put_around_trls_head_stays() -> None:
     assert heads.newer_head(model) is None
 
 
-def test_generators_are_not_decorated() -> None:
-    def steps() -> Any:
+def test_what_runs_later_is_not_decorated() -> None:
+    def generator() -> Any:
         yield
 
-    with pytest.raises(TypeError, match="use `with patch_trl"):
-        patch_trl()(steps)
+    async def coroutine() -> None:
+        pass
+
+    async def both() -> Any:
+        yield
+
+    for function in (generator, coroutine, both, functools.partial(generator)):
+        with pytest.raises(TypeError, match="use `with patch_trl"):
+            patch_trl()(function)
 
 
 @pytest.mark.parametrize("name", ["DPO", "ORPO", "GKD"])

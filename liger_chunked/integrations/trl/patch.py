@@ -31,7 +31,7 @@ from liger_chunked.integrations.transformers.attach import check_head
 from liger_chunked.integrations.transformers.detect import inner_model
 from liger_chunked.integrations.transformers.forward import state_of
 from liger_chunked.integrations.trl.heads import HEAD_BUDGET, Heads, HeadSettings, language_models
-from liger_chunked.integrations.trl.stand_ins import lent, replaced, swap, swap_back, trainer_classes
+from liger_chunked.integrations.trl.stand_ins import lent, replaced, swapped, trainer_classes
 from liger_chunked.shared_prefix.served import ROUTER, why_not_shared
 from liger_chunked.types import budget_bytes, shown
 
@@ -80,13 +80,12 @@ class ServedTrainer(_Trainer):
         self._liger_heads.set(language_models(vars(self).values()))
         self._liger_depth += 1
         try:
-            swap(self)
-            yield
+            with swapped():
+                yield
         finally:
             self._liger_depth -= 1
             if until_end and not self._liger_depth:
                 self._liger_heads.take_off()
-                swap_back(self)
 
     train = _with_heads_set("train", until_end=True)
     evaluate = _with_heads_set("evaluate", until_end=True)
@@ -135,6 +134,8 @@ def budget_of_model(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     return HEAD_BUDGET
 
 
+# Kinds of functions whose call only makes what runs later.
+_RUN_LATER = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
 # While a trainer is made, TRL's modules have functions of ours.
 _MAKING = threading.RLock()
 
@@ -338,8 +339,8 @@ class patch_trl:
     def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
         if not self._n_blocks:
             self.undo()
-        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
-            raise TypeError(f"patch_trl would end before {function.__name__} runs: use `with patch_trl():` inside it")
+        if any(is_kind(function) for is_kind in _RUN_LATER):
+            raise TypeError(f"patch_trl would end before {shown(function)} runs: use `with patch_trl():` inside it")
 
         @functools.wraps(function)
         def patched(*args: P.args, **kwargs: P.kwargs) -> T:

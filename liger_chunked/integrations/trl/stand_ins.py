@@ -13,7 +13,6 @@ import functools
 import inspect
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -31,9 +30,9 @@ from liger_chunked.types import LogitOptions, TokenStats
 
 
 def are_expressible(*logits: Any) -> bool:
-    """Whether all are stand-ins of logits, not yet real, that a loss can compute from hidden states."""
+    """Whether all are stand-ins of logits (B, T, V) or (N, V), not yet real, that a loss can compute."""
     for z in logits:
-        if not isinstance(z, DeferredLogits) or z.is_computed:
+        if not isinstance(z, DeferredLogits) or z.is_computed or z.ndim > 3:
             return False
         try:
             z.logit_options()
@@ -132,6 +131,11 @@ def distilled(
     return teacher_logits.detach().run(in_teacher)
 
 
+def _trains(teacher_logits: Any) -> bool:
+    """Whether a teacher gets a gradient, which a fused divergence does not compute."""
+    return torch.is_grad_enabled() and teacher_logits.requires_grad
+
+
 def jsd_loss(
     beta: float, temperature: float, logits_budget: int | None, reduction: str = "mean"
 ) -> LigerFusedLinearJSDLoss:
@@ -164,7 +168,7 @@ def divergence(
         num_items: divisor of the sum. None: the rows that count.
         reduction: "mean", or "none" for a value for each row.
     """
-    if not are_expressible(student_logits, teacher_logits):
+    if not are_expressible(student_logits, teacher_logits) or _trains(teacher_logits):
         return NotImplemented
     loss = jsd_loss(beta, temperature, _budget(student_logits), reduction)
     target = torch.zeros(student_logits.shape[:-1], dtype=torch.long, device=student_logits.device)
@@ -229,13 +233,23 @@ def lent(x: Any, **attributes: Any) -> Iterator[None]:
             setattr(x, name, value)
 
 
+def _all_modules() -> list[Any]:
+    return [*sys.modules.values()]
+
+
 @contextmanager
-def replaced(functions: Mapping[str, Callable[..., Any]], *, of_anyone: bool = False) -> Iterator[None]:
+def replaced(
+    functions: Mapping[str, Callable[..., Any]],
+    modules: Callable[[], Iterable[Any]] = _all_modules,
+    *,
+    of_anyone: bool = False,
+) -> Iterator[None]:
     """Replace functions of TRL's wherever they are, because its trainers import them by name.
 
     A replacement that returns `NotImplemented` leaves the call to TRL's function.
 
     Args:
+        modules: returns those to look through, at the begin and at the end.
         of_anyone: also replace what somebody else has put into TRL's modules under these names. False: it stays.
     """
     made: dict[Any, Any] = {}  # from a replacement to what it took the place of
@@ -249,14 +263,14 @@ def replaced(functions: Mapping[str, Callable[..., Any]], *, of_anyone: bool = F
         return function
 
     try:
-        for owner, name, function in _holders(functions):
+        for owner, name, function in _holders(functions, modules()):
             if _is_trls(function) or (of_anyone and owner.__name__.partition(".")[0] == "trl"):
                 new, before = replacement(functions[name], function), vars(owner)[name]
                 made[new] = before
                 setattr(owner, name, staticmethod(new) if isinstance(before, staticmethod) else new)
         yield
     finally:
-        for owner, name, function in _holders(functions):  # also in modules that were imported meanwhile
+        for owner, name, function in _holders(functions, modules()):  # also in modules that were imported meanwhile
             if function in made:
                 setattr(owner, name, made[function])
 
@@ -272,11 +286,15 @@ def _is_trls(function: Any) -> bool:
     return package in ("trl", "liger_chunked") and all(inspect.isfunction(x) and _is_trls(x) for x in called)
 
 
-def _holders(names: Iterable[str]) -> Iterator[tuple[Any, str, Any]]:
+def _members(x: Any) -> Any:
+    return getattr(x, "__dict__", {})
+
+
+def _holders(names: Iterable[str], modules: Iterable[Any]) -> Iterator[tuple[Any, str, Any]]:
     """Yield modules and classes of trainers, names of their functions or static methods, and these functions."""
     wanted = frozenset(names)
-    for owner in [*sys.modules.values(), *trainer_classes()]:
-        members = getattr(owner, "__dict__", {})
+    for owner in [*modules, *trainer_classes()]:
+        members = _members(owner)
         for name in wanted & members.keys():
             x = members[name]
             if isinstance(owner, type):
@@ -294,35 +312,41 @@ def trainer_classes() -> list[type]:
     return found[1:]
 
 
-# The functions are swapped from the first step of a served trainer to the end of the last. A step of a user's loop is
-# no end: to look through all modules takes milliseconds.
+# The functions are swapped while a served trainer works.
 _LOCK = threading.RLock()
-_ENDS: dict[int, weakref.finalize[Any, Any]] = {}  # by the id of a trainer: what ends its part
+_N_USERS = 0
 _SWAP: Any = None
 
 
-def swap(trainer: Any) -> None:
-    """Let TRL's modules call our functions for stand-ins, until `swap_back` or the end of the trainer's life."""
-    global _SWAP
+@contextmanager
+def swapped() -> Iterator[None]:
+    """Let TRL's modules call our functions for stand-ins."""
+    global _N_USERS, _SWAP
     with _LOCK:
-        if id(trainer) in _ENDS:
-            return
-        end = _ENDS[id(trainer)] = weakref.finalize(trainer, _swap_back, id(trainer))
-        end.atexit = False
-        if len(_ENDS) == 1:
-            _SWAP = replaced(_OURS)
+        if not _N_USERS:
+            _SWAP = replaced(_OURS, _known_modules)
             _SWAP.__enter__()
+        _N_USERS += 1
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _N_USERS -= 1
+            if not _N_USERS:
+                _SWAP.__exit__(None, None, None)
 
 
-def swap_back(trainer: Any) -> None:
-    """Put TRL's functions back, unless other trainers need ours."""
-    with _LOCK:
-        if id(trainer) in _ENDS:
-            _ENDS[id(trainer)]()
+# All modules when they were last looked through, and those of them that have one of the functions. A loop of a user's
+# own swaps at each step, and to look through thousands of modules takes milliseconds.
+_KNOWN: tuple[list[Any], list[Any]] = [], []
 
 
-def _swap_back(key: int) -> None:
-    with _LOCK:
-        del _ENDS[key]
-        if not _ENDS:
-            _SWAP.__exit__(None, None, None)
+def _known_modules() -> list[Any]:
+    """Return the modules that have one of the functions, and `__main__`, where names are set at any time."""
+    global _KNOWN
+    every, (before, found) = [*sys.modules.values()], _KNOWN
+    if every != before:
+        main = sys.modules.get("__main__")
+        found = [x for x in every if x is main or not _members(x).keys().isdisjoint(_OURS)]
+        _KNOWN = every, found
+    return found
