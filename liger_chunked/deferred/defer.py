@@ -170,7 +170,7 @@ _NOT_TAKEN = "hidden states or a weight of which no fused loss takes the kind, s
 
 
 def _stand_in(layer: Any, stock: Callable[..., Any], hidden: Any) -> Any:
-    """Return the stand-in for a layer's logits; what they are computed for, if no loss takes what it multiplies."""
+    """Return the stand-in for a layer's logits, or why they are computed: no loss takes these tensors."""
     settings: Deferral = vars(layer)[SETTINGS]
     weight, bias, layouts = layer.weight, layer.bias, sharded.skipped(layer)
     options: dict[str, Any] = {}

@@ -134,7 +134,7 @@ def layouts_of(layer: nn.Module) -> Layouts | None:
 def is_bare(layer: nn.Module) -> bool:
     """Whether the user made a layer's weight a DTensor: no hook lays out its logits, and no group of FSDP2 holds it.
 
-    A weight that FSDP2 has not gathered is a DTensor too. There each rank has hidden states of its own, so no loss may
+    A weight that FSDP2 has not gathered is a DTensor too. Its ranks have different hidden states, so no loss may
     take the weight as one that is split over the vocabulary.
     """
     if "torch.distributed.fsdp" in sys.modules and (

@@ -20,9 +20,7 @@ from liger_chunked.integrations.transformers.head_input import fitted
 from liger_chunked.integrations.trl.heads import HeadSettings, fused_output
 from liger_chunked.integrations.trl.patch import ServedTrainer, checked_share_prefix, config_in, constructing
 from liger_chunked.integrations.trl.stand_ins import distilled, jsd_loss, lent, statistics
-from liger_chunked.losses import (
-    LigerFusedLinearDistillationBase,
-)
+from liger_chunked.losses import LigerFusedLinearDistillationBase
 from liger_chunked.types import Head, budget_bytes, described
 
 
@@ -363,9 +361,8 @@ class DistillationMixin(LossMixin):
         if getattr(self, "_forward_redirection", None) is not _called_outside:
             return super()._compute_loss(model, inputs, num_items)
         own = self.loss_override
-        loss = own
-        if loss is None:
-            loss = jsd_loss(self.beta, self.temperature, self._liger_heads.plain.logits_budget)
+        budget = self._liger_heads.plain.logits_budget
+        loss = jsd_loss(self.beta, self.temperature, budget) if own is None else own
         model_inputs, labels = rollout_inputs(inputs)
         length = inputs["completion_ids"].shape[1]
         target = labels[:, -length:]

@@ -180,7 +180,7 @@ def constructing(
     maker = threading.get_ident()
 
     def add_head(model: PreTrainedModel, *settings: Any, **named: Any) -> Any:
-        if threading.get_ident() != maker:  # which makes a trainer of its own
+        if threading.get_ident() != maker:  # the other thread makes another trainer
             return NotImplemented
         # A router loss counts shared tokens once. Then no model of the trainer shares them: the log-probabilities of a
         # policy and of its equal reference would differ by rounding. TRL sets this attribute before it adds heads.

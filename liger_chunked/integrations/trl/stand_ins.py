@@ -249,7 +249,7 @@ def replaced(
     A replacement that returns `NotImplemented` leaves the call to TRL's function.
 
     Args:
-        modules: returns those to look through, at the begin and at the end.
+        modules: returns the modules to look through, at the start of the block and at its end.
         of_anyone: also replace what somebody else has put into TRL's modules under these names. False: it stays.
     """
     made: dict[Any, Any] = {}  # from a replacement to what it took the place of
@@ -344,7 +344,7 @@ _KNOWN: tuple[list[Any], list[Any]] = [], []
 def _known_modules() -> list[Any]:
     """Return the modules that have one of the functions, and `__main__`, where names are set at any time."""
     global _KNOWN
-    every, (before, found) = [*sys.modules.values()], _KNOWN
+    every, (before, found) = _all_modules(), _KNOWN
     if every != before:
         main = sys.modules.get("__main__")
         found = [x for x in every if x is main or not _members(x).keys().isdisjoint(_OURS)]
