@@ -71,12 +71,6 @@ GAINS = (
     Gain("trainers", "ORPO llama-3.2-1b 8x2048", "TRL ORPO, Llama-3.2-1B, 8 × 2048", _BUILDS_LOGITS),
     Gain("trainers", "SimPO llama-3.2-1b 8x2048", "TRL SimPO, Llama-3.2-1B, 8 × 2048", _BUILDS_LOGITS),
     Gain("trainers", "GRPO llama-3.2-1b 8x2048", "TRL GRPO, Llama-3.2-1B, 8 × 2048", _SAME),
-    Gain(
-        "trainers",
-        "GRPO qwen2.5-0.5b 8x2048",
-        "TRL GRPO, Qwen2.5-0.5B, 8 × 2048",
-        "the step waits for the host, and varies from run to run",
-    ),
     Gain("trainers", "GKD llama-3.2-1b 3x2048", "TRL GKD, Llama-3.2-1B, 3 × 2048", _BUILDS_LOGITS),
     Gain("trainers", "Distillation llama-3.2-1b 8x2048", "TRL distillation, Llama-3.2-1B, 8 × 2048", _SAME),
     Gain(

@@ -335,8 +335,9 @@ def kept_ids_take_products(
 ) -> bool:
     """Whether kept ids are so many that three products of whole rows take less time than reading rows for each token.
 
-    On an H100 in bfloat16 (`benchmarks/results/kept_ids-01473b3.json`), with V = 151936, both take equally long at 734
-    ids a token with H = 4096, 869 with 2048 and 905 with 896, between two measured lengths: V / 207, V / 175, V / 168.
+    On an H200 in bfloat16 (`benchmarks/results/kept_ids-663f166.json`), with V = 151936, both take equally long at 916
+    ids a token with H = 4096, 1011 with 2048 and 892 with 896, where lines through two measured lengths cross: V / 166,
+    V / 150, V / 170; on an H100 V / 207, V / 175, V / 168.
     Other dtypes are not measured: products of float32 without TF32 take about 14 times as long, and rows twice.
 
     Args:
