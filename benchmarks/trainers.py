@@ -49,6 +49,8 @@ from trl import (
     GRPOTrainer,
     KTOConfig,
     KTOTrainer,
+    SFTConfig,
+    SFTTrainer,
 )
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.gkd import GKDConfig, GKDTrainer
@@ -58,7 +60,12 @@ from trl.models.activation_offloading import get_act_offloading_ctx_manager
 from benchmarks import models
 from benchmarks.harness import DEVICE, OURS, OURS_SHARED, STOCK, Table
 from benchmarks.steps import TrainingStep, allocated_mib, compare, parts, steps_parser
-from liger_chunked import LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss, LigerFusedLinearKTOLoss
+from liger_chunked import (
+    LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearGRPOLoss,
+    LigerFusedLinearKTOLoss,
+)
 from liger_chunked.integrations import trl as integration
 from liger_chunked.integrations.trl import patch_trl
 
@@ -214,6 +221,15 @@ _MESSAGES = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant
 _PROMPTS = [{"prompt": "a"}]
 _KEEP = {"remove_unused_columns": False}  # TRL would warn, then do the same
 KINDS = {
+    "SFT": Kind(
+        SFTTrainer,
+        integration.LigerSFTTrainer,
+        SFTConfig,
+        messages,
+        _MESSAGES,
+        prompt=0.25,
+        loss=LigerFusedLinearCrossEntropyLoss,
+    ),
     "DPO": Kind(
         DPOTrainer, integration.LigerDPOTrainer, DPOConfig, pairs, _PAIRS, reference, loss=LigerFusedLinearDPOLoss
     ),

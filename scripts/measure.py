@@ -65,7 +65,7 @@ ALL_PEERS = ("--peer-seconds", "3600")
 THRICE = ("--repeats", "3")
 JOBS = (
     # README and home page.
-    job("trainers", 205, *ALL_PEERS, *THRICE),
+    job("trainers", 300, *ALL_PEERS, *THRICE),
     job("preference", 185, *ALL_PEERS),
     job("trainers_shared", 110, *ALL_PEERS, *THRICE, "--share", module="trainers"),
     # The tables of docs/benchmarks.md, from the top.
