@@ -67,6 +67,7 @@ GAINS = (
     Gain("sft", "llama-3.2-1b 16x4096", "SFT, Llama-3.2-1B, 16 × 4096", "stock builds all logits", liger=LIGER),
     Gain("sft", "qwen2.5-0.5b 16x4096", "SFT, Qwen2.5-0.5B, 16 × 4096", "stock builds all logits", liger=LIGER),
     Gain("trainers", "SFT llama-3.2-1b 8x2048", "TRL SFT, Llama-3.2-1B, 8 × 2048", _SAME),
+    Gain("trainers", "SFT qwen2.5-0.5b 8x2048", "TRL SFT, Qwen2.5-0.5B, 8 × 2048", _SAME),
     Gain("trainers", "DPO llama-3.2-1b 8x2048", "TRL DPO, Llama-3.2-1B, 8 × 2048", _SAME),
     Gain("trainers", "KTO llama-3.2-1b 8x2048", "TRL KTO, Llama-3.2-1B, 8 × 2048", _SAME),
     Gain("trainers", "ORPO llama-3.2-1b 8x2048", "TRL ORPO, Llama-3.2-1B, 8 × 2048", _BUILDS_LOGITS),

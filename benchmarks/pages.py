@@ -320,7 +320,7 @@ def _rollouts(folder: Path) -> dict[str, Any]:
 
 def _compared_with_layers(folder: Path) -> dict[str, Any]:
     run = whole_run(folder, "trainers")
-    cells = (run.measured(f"{name} llama-3.2-1b 8x2048") for name in ("DPO", "KTO", "GRPO"))
+    cells = (run.measured(f"{name} llama-3.2-1b 8x2048") for name in ("SFT", "DPO", "KTO", "GRPO"))
     speeds = [rows[LAYERS]["ms"] / rows[OURS]["ms"] for rows in cells]
     return {"least": min(speeds), "most": max(speeds)}
 
@@ -329,7 +329,7 @@ SENTENCES = (
     *(
         Sentence(
             page,
-            "a DPO, KTO or GRPO step of Llama-3.2-1B has {least:.2f} to {most:.2f} of the speed",
+            "an SFT, DPO, KTO or GRPO step of Llama-3.2-1B has {least:.2f} to {most:.2f} of the speed",
             _compared_with_layers,
         )
         for page in ("README.md", "docs/index.md")
