@@ -297,8 +297,9 @@ class _Open(torch.autograd.Function):
 
 def _without_values() -> Tensor:
     raise RuntimeError(
-        "a hook reads the gradient of logits, or changes it by more than a factor, and the model was called with "
-        "head_fn, whose loss has no logits: remove the hook, or train without head_fn"
+        "a hook reads the gradient of logits, or changes it by more than a factor, or `expand` repeated the logits, "
+        "and the loss takes hidden states in place of logits, because the model was called with head_fn or by a "
+        "trainer under patch_trl: remove the hook or `expand`, or train without head_fn or patch_trl"
     )
 
 

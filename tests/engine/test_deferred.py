@@ -339,6 +339,16 @@ def test_a_loss_in_place_of_logits_has_a_gradient_if_both_have(called: bool, com
     assert loss.requires_grad == (called and computed)
 
 
+def test_a_loss_in_place_of_repeated_logits_names_what_repeated_them() -> None:
+    """Their gradient is a sum over the repetitions, which needs values: it is not left out."""
+    case = Case()
+    with defer_logits(case.head):
+        z = case.head(case.x)[:1].expand(3, -1, -1)
+        loss = z.run(lambda head, hidden: F.linear(hidden, head.weight, head.bias).sum())
+    with pytest.raises(RuntimeError, match=r"`expand` repeated the logits"):
+        loss.backward()
+
+
 def test_rounding_is_not_left_out() -> None:
     """A cast to fewer bits, or to float64, is the caller's: the loss is that of the cast logits."""
     case = Case(dtype=torch.float32)
