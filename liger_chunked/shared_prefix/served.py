@@ -97,7 +97,7 @@ def _reason_now(model: PreTrainedModel) -> str | None:
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
         return "its layers are on several devices (device_map)"
     if implementation_of(model) == "eager" and is_gpu(model.device):
-        return "eager attention needs too much memory; call model.set_attnimplementation_of('flex_attention')"
+        return "eager attention needs too much memory; call model.set_attn_implementation('flex_attention')"
     return None
 
 
