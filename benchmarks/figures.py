@@ -29,7 +29,6 @@ from benchmarks.report import (
     SHARED_STEPS,
     STEPS,
     kernels_markdown,
-    longest_markdown,
     markdown,
     newest,
     newest_file,
@@ -126,8 +125,6 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
             figure = drawn_as_markdown([drawn[STEP_FIGURES[family]]], args.table.parent)
             note = [STEP_NOTE] if family == next(iter(steps)) else []
             parts += [f"## {ALL_STEPS[family]}", *note, *figure, steps_markdown(run)]
-            if longest := newest(args.results, f"{family}_longest"):
-                parts += ["The longest sequences that fit, in tokens:", longest_markdown(longest)]
         write_between(args.table, "\n\n".join(parts))
         print(f"wrote {args.table}")
     for page in args.headline if shown else []:

@@ -151,16 +151,16 @@ _COLUMNS = {
 
 
 def markdown(runs: dict[str, Run]) -> str:
-    """Return a table of times and one of memory: a row per task and further setting of ours, a column per contender."""
+    """Return tables of times and of memory, with a column per contender, and one of further settings of ours."""
     measured = {name for run in runs.values() for task in run.cells for name in run.measured(task)}
     columns = {name: title for name, title in _COLUMNS.items() if name in measured}
     times = _losses(runs, columns, "time over the floor", lambda row: f"{row['times_floor']:.2f}", errors=True)
-    memory = _losses(runs, columns, "peak MiB", lambda row: "" if row["mib"] is None else f"{row['mib']:.0f}")
+    memory = _losses(runs, columns, "peak MiB", _mib)
     families: dict[str, list[str]] = {}
     for family, run in runs.items():
         families.setdefault(run.source, []).append(FAMILIES[family])
     where = [f"- {', '.join(names)}: {source}" for source, names in families.items()]
-    return "\n".join([*times, "", *memory, "", *where, *_absent(runs)])
+    return "\n".join([*times, "", *memory, "", *_settings(runs), *where, *_absent(runs)])
 
 
 def _losses(
@@ -177,13 +177,31 @@ def _losses(
             cells = [_cell(rows.get(column), write) for column in columns]
             cells += [_error(rows.get(OURS), rows)] if errors else []
             lines.append(f"| {', '.join(name_and_shape(task))} | {' | '.join(cells)} |")
-            for variant, row in rows.items():
-                if variant.startswith(OURS) and variant != OURS:
-                    setting = variant.removeprefix(OURS).lstrip("., ")
-                    cells = [_cell(row, write), *[""] * (len(columns) - 1)]
-                    cells += [_error(row, rows)] if errors else []
-                    lines.append(f"| … {setting} | {' | '.join(cells)} |")
     return lines
+
+
+def _mib(row: dict[str, Any]) -> str:
+    return "" if row["mib"] is None else f"{row['mib']:.0f}"
+
+
+def _settings(runs: dict[str, Run]) -> list[str]:
+    """Return a table of ours with further settings: a row per task that has any, time and memory in one cell."""
+    tasks = {task: rows for run in runs.values() for task, rows in run.cells.items()}
+    settings = dict.fromkeys(n for rows in tasks.values() for n in rows if n.startswith(OURS) and n != OURS)
+    if not settings:
+        return []
+    titles = [name.removeprefix(OURS).lstrip("., ") for name in settings]
+    lines = [f"| {OURS}: time over the floor (peak MiB) | {' | '.join(titles)} | largest error |"]
+    lines.append("|---|" + "---|" * (len(titles) + 1))
+    for task, rows in tasks.items():
+        measured = [rows[name] for name in settings if name in rows]
+        if not measured:
+            continue
+        cells = [_cell(rows.get(name), lambda row: f"{row['times_floor']:.2f} ({_mib(row)})") for name in settings]
+        errors = [ratio for row in measured if (ratio := over_eager(row, rows)) is not None]
+        largest = f"{max(errors):.2f}" if errors else ""
+        lines.append(f"| {', '.join(name_and_shape(task))} | {' | '.join(cells)} | {largest} |")
+    return [*lines, ""]
 
 
 def _absent(runs: dict[str, Run]) -> list[str]:
@@ -290,15 +308,6 @@ def _peak(row: dict[str, Any]) -> str:
     return "" if row["mib"] is None else f"{peak_gib(row):.1f} ({row['mib'] / 1024:.1f})"
 
 
-def longest_markdown(run: Run) -> str:
-    """Return a row per task and a column per contender: tokens of the longest sequences that fit."""
-    names = contenders(run)
-    lines = [f"| task | {' | '.join(_STEP_COLUMNS[name] for name in names)} |", "|---|" + "---|" * len(names)]
-    for task, rows in run.cells.items():
-        lines.append(f"| {task} | {' | '.join(_longest_cell(rows.get(name)) for name in names)} |")
-    return "\n".join([*lines, "", run.source])
-
-
 def _absent_cell(row: dict[str, Any] | None) -> str:
     if row is None:
         return ""
@@ -311,13 +320,6 @@ def _kernel_cell(row: dict[str, Any] | None) -> str:
 
 def _step_cell(row: dict[str, Any] | None, write: Callable[[dict[str, Any]], str]) -> str:
     return _absent_cell(row) if row is None or row["failure"] else write(row)
-
-
-def _longest_cell(row: dict[str, Any] | None) -> str:
-    if row is None or row["failure"]:
-        return _absent_cell(row)
-    beyond = f", about {row['extrapolated']} expected" if row["extrapolated"] else ""
-    return f"{row['length']}" if row["too_long"] else f"{row['length']} or more{beyond}"
 
 
 def peak_gib(row: dict[str, Any]) -> float:

@@ -43,9 +43,8 @@ def test_names_tell_the_family_and_the_commit() -> None:
 
 def drawn() -> set[str]:
     """Return the names of the files that figures and tables are made of."""
-    families = [*report.FAMILIES, *figures.ALL_STEPS, *(f"{family}_longest" for family in figures.ALL_STEPS)]
     found = set()
-    for family in (*families, "sweep", "base_kernels", "base_kernels_variants"):
+    for family in (*report.FAMILIES, *figures.ALL_STEPS, "sweep", "base_kernels", "base_kernels_variants"):
         if run := report.newest(RESULTS, family):
             found |= {path.name for path in run.files}
     for family in ("convergence", convergence_kinds.STEM):
