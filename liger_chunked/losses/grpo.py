@@ -84,7 +84,7 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
     | DRO, 2405.19107, as in verl | `surrogate="log_prob", sampler_kl_coef=dro_beta / 2, reduction="token-mean"` |
     | FIPO | `surrogate="fipo", reduction="dapo"` |
     | REAL | `surrogate="real", reduction="grpo", group_size=...` |
-    | A*-PO | `surrogate="a2po", reduction="grpo"` |
+    | A*-PO | `surrogate="a2po", reduction="grpo"`, with advantages `reward - V` |
 
     Levels other than "token", `gmpo`, `vespo` and `off_policy_mask_threshold` cost one more GEMM for a sequence over
     budget; `clip_cov` and `kl_cov`, for a batch over budget.
