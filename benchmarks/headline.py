@@ -202,7 +202,7 @@ def steps_table(shown: list[Step]) -> str:
     ]
     for step in shown:
         gib = ["–" if value is None else f"{value:.1f}" for value in step.gib]
-        cells = [step.you_run, f"**{step.over(0)}**", step.over(1), *gib[:2], f"**{gib[2]}**", step.noted()]
+        cells = [step.you_run, f"**{step.over(0)}**", step.over(1), *gib, step.noted()]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

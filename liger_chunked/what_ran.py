@@ -349,5 +349,5 @@ def explain(model: nn.Module) -> Explanation:
             notes.append(f"prompts were computed once for each sequence: {record.why_not_shared}")
     if not (records or trained or untrained):
         patched = "not patched" if layers is None else "patched without a fused loss"
-        notes.append(f"{patched}: no head in it defers its logits")
+        notes.append(f"{patched}: no head in it defers its logits; see explain(loss) too")
     return Explanation(type(model).__name__, trained, untrained, tiled, layers, tuple(notes))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from matplotlib.figure import Figure
 
 from benchmarks.drawing.style import FAINT, INK, LOOKS, SECOND
@@ -60,7 +58,8 @@ def ratio(step: Step, other: int) -> float:
 
 def label(step: Step) -> str:
     """Return a short name: "SFT, Llama-3-8B", or the trainer and what its batch shares."""
-    kind, what, *_ = step.you_run.removeprefix("TRL ").split(", ")
-    if not re.match("SFT|TRL", step.you_run) or kind == "SFT":
+    kind, what, *_ = step.you_run.split(", ")
+    if kind.endswith("SFT"):
         return f"{kind}, {what}"
+    kind = kind.removeprefix("TRL ")
     return kind if what.startswith("Llama") else f"{kind}, shared prompts"

@@ -234,6 +234,7 @@ def score(
     batch_size: Annotated[int, typer.Option(help="windows at once", min=1)] = 8,
     limit: Annotated[int | None, typer.Option(help="so many documents; default: all", min=1)] = None,
     dtype: Annotated[Dtype | None, typer.Option(help="default: bfloat16, on a CPU float32")] = None,
+    logits_budget: Annotated[str | None, typer.Option(help="bytes, or with a unit: 256MiB; default: automatic")] = None,
 ) -> None:
     """Perplexity and accuracy of a model on a data set, from chunks of logits."""
     documents = scores.load_data(data, split)
@@ -242,4 +243,4 @@ def score(
     default = torch.float32 if device.type == "cpu" else torch.bfloat16
     loaded, tokenizer = scores.load_model(model, device, default if dtype is None else DTYPES[dtype.value])
     found = scores.windows(documents, column, tokenizer, max_length)
-    scores.show(loaded, found, batch_size, f"{Path(model).name} on {Path(data).name}")
+    scores.show(loaded, found, batch_size, f"{Path(model).name} on {Path(data).name}", logits_budget)

@@ -45,6 +45,8 @@ def load_data(source: str, split: str) -> Any:
         raise ValueError("score needs datasets: pip install datasets")
     datasets: Any = import_module("datasets")
     path = Path(source)
+    if path.suffix in _FILES and not path.exists():
+        raise ValueError(f"DATA must be a file, a folder or a name of a data set: there is no file {source}")
     if path.is_file():
         if path.suffix not in _FILES:
             raise ValueError(f"DATA must end in one of {', '.join(_FILES)}, got {path.name}")
@@ -80,12 +82,12 @@ def batches(found: list[Tensor], batch_size: int) -> Iterator[dict[str, Tensor]]
         yield {"input_ids": ids, "attention_mask": mask}
 
 
-def show(model: Any, found: list[Tensor], batch_size: int, title: str) -> None:
+def show(model: Any, found: list[Tensor], batch_size: int, title: str, logits_budget: str | None) -> None:
     from rich.progress import track
 
     n = -(-len(found) // batch_size)
     parts = track(batches(found, batch_size), title, total=n, console=tables.console(), transient=True)
-    result = library.perplexity(model, parts)
+    result = library.perplexity(model, parts, logits_budget=logits_budget)
     numbers = {
         "perplexity": f"{result.perplexity:.4g}",
         "nats a token": f"{result.nll:.4f}",

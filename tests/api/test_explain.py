@@ -95,7 +95,7 @@ def test_kept_ids() -> None:
 
 def test_deferred_logits(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, VOCAB))
-    assert explain(model).notes == ("not patched: no head in it defers its logits",)
+    assert explain(model).notes == ("not patched: no head in it defers its logits; see explain(loss) too",)
     handle = defer_logits(model[1], logits_budget=2**20)
     _, x, target = batch()
     for _ in range(2):
@@ -273,7 +273,9 @@ def test_a_patch_without_a_fused_loss(options: Any) -> None:
     model, _ = patched_model(**options)
     ids = torch.randint(VOCAB, (2, 20))
     model(ids, labels=ids).loss.backward()
-    assert explain(model).notes == ("patched without a fused loss: no head in it defers its logits",)
+    assert explain(model).notes == (
+        "patched without a fused loss: no head in it defers its logits; see explain(loss) too",
+    )
 
 
 def test_an_adapter_that_no_loss_computes() -> None:
@@ -297,7 +299,7 @@ def test_a_trainer_that_was_made_before_the_patch(tmp_path: Path) -> None:
     trainer = build(tmp_path, "DPO", config={"max_steps": 1})
     with library.patch_trl():
         trainer.train()
-    assert explain(trainer.model).notes == ("not patched: no head in it defers its logits",)
+    assert explain(trainer.model).notes == ("not patched: no head in it defers its logits; see explain(loss) too",)
 
 
 def test_trainer_of_trl(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
