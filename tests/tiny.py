@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from model_zoo import BY_ID
+from model_zoo import BY_ID, Tiny
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import Gemma3Processor, PreTrainedModel, PreTrainedTokenizerFast
@@ -35,6 +35,9 @@ SIZES = dict(
     max_position_embeddings=256,
     eos_token_id=2,
 )
+# Returns the logits of its router, and no loss of them.
+_AFMOE = {"num_hidden_layers": 2, "num_dense_layers": 0, "hidden_size": 32, "intermediate_size": 48, "num_experts": 4}
+ROUTED = Tiny("routed", "afmoe", "AfmoeForCausalLM", "AfmoeConfig", {**_AFMOE, "moe_intermediate_size": 16})
 # Rows of `model_zoo`, and the changes to them.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -42,13 +45,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "softcap": ("gemma2", {}),
     "scaled": ("granite", {}),
     "experts": ("qwen3_moe", {"router_aux_loss_coef": 0.1, "output_router_logits": False}),
+    "routed": ("routed", {"num_experts_per_tok": 2, "output_router_logits": False}),
 }
 
 
 def model(name: str = "llama", seed: int = 0, **sizes: Any) -> PreTrainedModel:
-    tiny, changes = MODELS[name]
-    config = {**BY_ID[tiny].config, **SIZES, **changes, **sizes}
-    return dataclasses.replace(BY_ID[tiny], config=config).build(seed)
+    row, changes = MODELS[name]
+    tiny = ROUTED if row == ROUTED.name else BY_ID[row]
+    return dataclasses.replace(tiny, config={**tiny.config, **SIZES, **changes, **sizes}).build(seed)
 
 
 def _text(generator: torch.Generator, length: int) -> str:

@@ -134,6 +134,8 @@ SETTINGS: dict[str, Callable[[str], dict[str, Any]]] = {
         family: lambda kind, family=family: {**of_family(kind, family), "config": PLAIN}
         for family in ("softcap", "scaled", "experts")
     },
+    # Without a coefficient of its own, and without a loss of its router.
+    "routed": lambda kind: {**of_family(kind, "routed"), "config": {**PLAIN, "router_aux_loss_coef": 0.3}},
     "smoothed-softcap": lambda kind: {
         **of_family(kind, "softcap"), "config": {**PLAIN, "label_smoothing_factor": 0.1},
     },
@@ -146,6 +148,7 @@ SETTINGS: dict[str, Callable[[str], dict[str, Any]]] = {
 }  # fmt: skip
 OFTEN = {
     *(("ORPO", "softcap"), ("GKD", "softcap"), ("Distillation", "scaled"), ("SFT", "experts"), ("GRPO", "experts")),
+    *(("SFT", "routed"), ("GRPO", "routed")),
     *(("SFT", "smoothed-softcap"), ("SFT", "few-arguments"), ("DPO", "prompt-tuning")),
     *((kind, "lora") for kind in ("SFT", "DPO", "KTO", "ORPO", "GKD", "Distillation", "GRPO")),
     *(("SFT", "in-full"), ("DPO", "in-full-tied"), ("ORPO", "in-full-tied")),
@@ -155,11 +158,13 @@ SELDOM = {
     *((kind, "softcap") for kind in ("SFT", "DPO", "CPO", "Distillation")),
     *(("SFT", "scaled"), ("CPO", "scaled"), ("CPO", "lora"), ("RLOO", "lora"), ("KTO", "in-full"), ("GKD", "in-full")),
     *((kind, "experts") for kind in ("DPO", "KTO", "ORPO", "CPO")),
+    *((kind, "routed") for kind in ("DPO", "KTO", "RLOO")),
     *(("KTO", "images"), ("Distillation", "images")),
 }
 WITH_LOSS = {
     ("DPO", "softcap"): False, ("GRPO", "softcap"): True, ("KTO", "experts"): True, ("DPO", "prompt-tuning"): False,
     ("DPO", "images"): False, ("GRPO", "images"): False, ("SFT", "images"): True, ("KTO", "images"): True,
+    ("GRPO", "routed"): False, ("SFT", "routed"): True,
 }  # fmt: skip
 
 
@@ -181,6 +186,15 @@ def test_in_a_setting(tmp_path: Path, kind: str, setting: str, has_loss: bool) -
 
     ours = seeded(ours=True, **({"loss": LOSS_OF[kind]()} if has_loss else {}))
     assert_same(ours, seeded(ours=False), common=has_loss, entries=3 if setting == "images" else 5)
+
+
+@pytest.mark.parametrize(("kind", "has_loss"), [("SFT", False), ("GRPO", True)])
+def test_a_router_whose_loss_nobody_knows(tmp_path: Path, kind: str, has_loss: bool) -> None:
+    """It is an error, and not left out of the loss."""
+    settings = SETTINGS["routed"](kind)
+    settings["model"].config.num_experts = None
+    with pytest.raises(ValueError, match=r"pass router_aux_loss_coef=0\.0"):
+        run(tmp_path, kind, ours=True, **settings, **({"loss": LOSS_OF[kind]()} if has_loss else {}))
 
 
 @pytest.mark.parametrize("kind", ["SFT", "DPO", "ORPO", "GRPO", rare("KTO"), rare("GKD")])

@@ -330,7 +330,7 @@ class _HeadCall(_Plan):
                 self.loss_arguments["labels"],
                 self.loss_arguments["shift_labels"],
                 None if num_items is None else _at_least_one(num_items),
-                getattr(outputs, "aux_loss", None),
+                _aux_loss(self.model, outputs, self.arguments.get("attention_mask")),
                 getattr(outputs, "loss", None) if self.own_loss and (self.gave_zero or logits.gave_zero) else None,
             )
             return self.head_fn(head, input)
@@ -338,6 +338,21 @@ class _HeadCall(_Plan):
         if hasattr(outputs, "logits"):
             outputs["logits"] = None
         return logits.run(compute)
+
+
+def _aux_loss(model: PreTrainedModel, outputs: Any, attention_mask: Tensor | None) -> Any:
+    """Return the load-balancing loss of experts; None if router logits were not asked for, or the config has no sizes.
+
+    Some forwards, such as Afmoe's, return router logits without a loss of them. They get Mixtral's, as in TRL.
+    """
+    aux_loss, router_logits = getattr(outputs, "aux_loss", None), getattr(outputs, "router_logits", None)
+    config = model.config.get_text_config()
+    n_experts, n_chosen = (getattr(config, name, None) for name in ("num_experts", "num_experts_per_tok"))
+    if aux_loss is not None or not router_logits or not n_experts or not n_chosen:
+        return aux_loss
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func  # 50 ms, for these models alone
+
+    return load_balancing_loss_func(router_logits, n_experts, n_chosen, attention_mask)
 
 
 def _logits_of(outputs: Any) -> Any:

@@ -24,7 +24,8 @@ class HeadInput:
     - `options`: transform of the logits, and ignored label
     - `outputs`: of the model's forward, without logits
     - `labels`, `shift_labels` (B, T), `num_items_in_batch`: arguments of `model.forward`
-    - `aux_loss` (): the load-balancing loss of experts; None unless the call or the config asks for router logits
+    - `aux_loss` (): the load-balancing loss of experts; None unless the call or the config asks for router logits.
+      Mixtral's, if the forward returns router logits alone
     - `added_loss` (): the terms that the forward adds to its cross entropy, such as the weighted `aux_loss`
     """
 

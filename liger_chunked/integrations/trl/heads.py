@@ -228,7 +228,8 @@ def _rewritten(settings: HeadSettings, model: PreTrainedModel, arguments: dict[s
             "leave kept_ids out and pass kept= to the loss in your head_fn"
         )
     if is_fused:
-        arguments["head_fn"] = functools.partial(fused_output, settings=settings, kept=kept)
+        routed = bool(arguments.get("output_router_logits"))
+        arguments["head_fn"] = functools.partial(fused_output, settings=settings, kept=kept, routed=routed)
     head_fn = arguments.pop("head_fn", None)
     if head_fn is None:
         return arguments
@@ -253,12 +254,22 @@ def _takes(forward: Any, name: str) -> bool:
     return any(x.name == name or x.kind is x.VAR_KEYWORD for x in parameters)
 
 
-def fused_output(head: Head, input: HeadInput, *, settings: HeadSettings, kept: KeptIds | None = None) -> Any:
+NO_AUX_LOSS = (
+    "router_aux_loss_coef is set, and the model returns no load-balancing loss of its router, nor router logits with "
+    "num_experts and num_experts_per_tok in its config: pass router_aux_loss_coef=0.0"
+)
+
+
+def fused_output(
+    head: Head, input: HeadInput, *, settings: HeadSettings, kept: KeptIds | None = None, routed: bool = False
+) -> Any:
     """Return TRL's `FusedCausalLMOutput`: fields (B, T - 1), or (B, T) for `shift_labels`.
 
     `kept`, the ids that a sampler kept at each position of `input.target`, is the argument `kept_ids` of the model.
-    `loss` is the NLL over `num_items_in_batch` or valid tokens, plus the auxiliary loss.
+    `loss` is the NLL over `num_items_in_batch` or valid tokens, plus the auxiliary loss, which `routed` requires.
     """
+    if routed and input.aux_loss is None:
+        raise ValueError(NO_AUX_LOSS)
     autocast: Any = nullcontext()
     if settings.cast_lm_head_to_fp32:
         head = Head(head.weight.float(), None if head.bias is None else head.bias.float())

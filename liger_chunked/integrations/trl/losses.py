@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from liger_chunked.integrations.transformers import HeadInput
 from liger_chunked.integrations.transformers.head_input import fitted
-from liger_chunked.integrations.trl.heads import HeadSettings, fused_output
+from liger_chunked.integrations.trl.heads import NO_AUX_LOSS, HeadSettings, fused_output
 from liger_chunked.integrations.trl.patch import ServedTrainer, checked_share_prefix, config_in, constructing
 from liger_chunked.integrations.trl.stand_ins import distilled, jsd_loss, lent, statistics
 from liger_chunked.losses import LigerFusedLinearDistillationBase
@@ -254,7 +254,11 @@ class LossMixin(ServedTrainer):
 
     def _with_aux_loss(self, step: Step, value: Tensor, steps: int = 1) -> Tensor:
         """Add the weighted router loss, averaged over `steps` micro-batches, to a loss."""
-        return value if step.aux_loss is None else value + self.router_aux_loss_coef * step.aux_loss / steps
+        if not getattr(self, "aux_loss_enabled", False):
+            return value
+        if step.aux_loss is None:
+            raise ValueError(NO_AUX_LOSS)
+        return value + self.router_aux_loss_coef * step.aux_loss / steps
 
 
 class PolicyWithLoss:
