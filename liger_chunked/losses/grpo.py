@@ -82,6 +82,8 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
     | prime-rl's default | `surrogate="dppo_tv", reduction="dapo", ratio_max=None, sampler_kl_coef=1e-3` |
     | prime-rl's IPO | `surrogate="ipo", reduction="dapo", ratio_max=None, sampler_kl_coef=1e-3` |
     | DRO, 2405.19107, as in verl | `surrogate="log_prob", sampler_kl_coef=dro_beta / 2, reduction="token-mean"` |
+    | Clip-Cov | `surrogate="clip_cov", reduction="dapo"` |
+    | KL-Cov | `surrogate="kl_cov", reduction="dapo"` |
     | FIPO | `surrogate="fipo", reduction="dapo"` |
     | REAL | `surrogate="real", reduction="grpo", group_size=...` |
     | A*-PO | `surrogate="a2po", reduction="grpo"`, with advantages `reward - V` |
