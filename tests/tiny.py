@@ -37,22 +37,23 @@ SIZES = dict(
 )
 # Returns the logits of its router, and no loss of them.
 _AFMOE = {"num_hidden_layers": 2, "num_dense_layers": 0, "hidden_size": 32, "intermediate_size": 48, "num_experts": 4}
-ROUTED = Tiny("routed", "afmoe", "AfmoeForCausalLM", "AfmoeConfig", {**_AFMOE, "moe_intermediate_size": 16})
-# Rows of `model_zoo`, and the changes to them.
+ROUTED = Tiny("afmoe", "afmoe", "AfmoeForCausalLM", "AfmoeConfig", {**_AFMOE, "moe_intermediate_size": 16})
+TINY = {**BY_ID, ROUTED.name: ROUTED}
+# Rows of `TINY`, and the changes to them.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "wide": ("llama", {"hidden_size": 48}),
     "softcap": ("gemma2", {}),
     "scaled": ("granite", {}),
     "experts": ("qwen3_moe", {"router_aux_loss_coef": 0.1, "output_router_logits": False}),
-    "routed": ("routed", {"num_experts_per_tok": 2, "output_router_logits": False}),
+    "routed": ("afmoe", {"num_experts_per_tok": 2, "output_router_logits": False}),
 }
 
 
 def model(name: str = "llama", seed: int = 0, **sizes: Any) -> PreTrainedModel:
     row, changes = MODELS[name]
-    tiny = ROUTED if row == ROUTED.name else BY_ID[row]
-    return dataclasses.replace(tiny, config={**tiny.config, **SIZES, **changes, **sizes}).build(seed)
+    config = {**TINY[row].config, **SIZES, **changes, **sizes}
+    return dataclasses.replace(TINY[row], config=config).build(seed)
 
 
 def _text(generator: torch.Generator, length: int) -> str:

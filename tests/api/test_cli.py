@@ -298,3 +298,12 @@ def test_pairs_have_three_sizes(capsys):
     for loss, shape in (("grpo", "2x2x256"), ("dpo", "2x3x256")):
         message = refusal(capsys, "memory", loss, *settings, "--shape", shape)
         assert f"with three sizes is pairs x 2 x length, for dpo, orpo, cpo, simpo, got '{shape}'" in message
+
+
+def test_a_file_of_data_that_is_absent() -> None:
+    """It is no name of a data set, for which the hub would be asked."""
+    pytest.importorskip("datasets")
+    from liger_chunked.cli import score
+
+    with pytest.raises(ValueError, match=r"there is no file absent\.jsonl"):
+        score.load_data("absent.jsonl", "train")
